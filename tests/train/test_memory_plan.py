@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,3 +103,31 @@ def test_a_peak_above_the_capacity_says_what_would_do(tmp_path: Path) -> None:
     one.factor = 1.25
     one._keep(find_gpu("h100"))
     assert plan(tmp_path, room, "refuse").factor == 1.25
+
+
+def test_a_damaged_gpu_file_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It only advises: what can't be read or written is a line."""
+    file = tmp_path / "gpu.toml"
+    for text in ("", "peak_tflops = \n", "factor = 2\n"):
+        file.write_text(text)
+        one = plan(tmp_path, 1e18, "auto")
+        assert one.gpu is None and one.factor == 1
+        printed = capsys.readouterr().out
+        assert str(file) in printed and "memory is planned without it" in printed, printed
+
+    write_gpu(file, replace(find_gpu("h100"), step_memory=1.5))
+    before = file.read_text()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    one = plan(tmp_path, 1e18, "auto")
+    one.factor = 3.0
+    one._keep(find_gpu("h100"))
+    printed = capsys.readouterr().out
+    assert f"{file} can't be written: No space left on device; the run goes on" in printed
+    assert "3.00 times the planned memory\n" in printed and file.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]

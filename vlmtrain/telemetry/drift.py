@@ -18,7 +18,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from vlmtrain.core.config import TrainConfig, to_dict
-from vlmtrain.core.files import writing
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables, toml_value
@@ -184,9 +185,7 @@ class DriftMonitor:
         for line in lines:
             print(f"step {step}: {line}", flush=True)
         if lines and self.measured is not None:
-            path = self.config.output / "gpu.toml"
-            with writing(path):
-                write_gpu(path, self.measured)
+            keep_gpu(self.config.output / "gpu.toml", self.measured)
         return {} if expected is None else {"predicted_seconds": expected}
 
     def note(
@@ -282,6 +281,17 @@ def as_measured(
     return dataclasses.replace(result, efficiency=efficiency)
 
 
+def keep_gpu(path: Path, gpu: Gpu) -> bool:
+    """As `write_gpu`; where it can't be written, which ends no run, a line says so."""
+    try:
+        with writing(path):
+            write_gpu(path, gpu)
+    except UserError as error:
+        print(f"{error}; the run goes on without it", flush=True)
+        return False
+    return True
+
+
 def write_gpu(path: Path, gpu: Gpu) -> None:
     """A GPU file for `vlmtrain plan --gpu` with the efficiencies that a run has reached."""
     values = dataclasses.asdict(gpu)
@@ -291,4 +301,4 @@ def write_gpu(path: Path, gpu: Gpu) -> None:
     rounded = {k: float(f"{v:.4g}") for k, v in efficiency.items()}
     lines = [f"# {gpu.name} as a run has measured it"]
     lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
-    path.write_text("\n".join(lines) + "\n" + toml_tables({"efficiency": rounded}))
+    write_text(path, "\n".join(lines) + "\n" + toml_tables({"efficiency": rounded}))

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from vlmtrain.core.collectives import on_first_rank
 from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.device import Backend
-from vlmtrain.core.files import writing
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.packing.sampler import Position, Sampler
-from vlmtrain.plan.hardware import Gpu, find_gpu
+from vlmtrain.plan.hardware import Gpu, PlanError, find_gpu
 from vlmtrain.plan.heaviest import Loads, Peak, shown
-from vlmtrain.telemetry.drift import TOLERANCE, write_gpu
+from vlmtrain.telemetry.drift import TOLERANCE, keep_gpu
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.fit import advice, find_remedy, fit, nothing_fits
 from vlmtrain.training.rehearsal import (
@@ -56,7 +55,7 @@ class MemoryPlan:
         self.config, self.spec, self.layout, self.index = config, spec, layout, index
         self.backend, self.position, self.before = backend, position, before
         self.file = config.output / "gpu.toml"
-        self.gpu = on_first_rank(lambda: find_gpu(str(self.file)) if self.file.exists() else None)
+        self.gpu = on_first_rank(self._kept)
         self.factor = 1.0 if self.gpu is None else self.gpu.step_memory
         self._known: dict[int, tuple[Sampler, Loads]] = {}
 
@@ -106,14 +105,24 @@ class MemoryPlan:
             check_fits(peaks, partial(self._advice, room))
         return peaks
 
+    def _kept(self) -> Gpu | None:
+        """On rank 0: the device as an earlier start has measured it."""
+        if not self.file.exists():
+            return None
+        try:
+            return find_gpu(str(self.file))
+        except PlanError as error:
+            say(f"{error}; memory is planned without it")
+            return None
+
     def _keep(self, gpu: Gpu | None) -> None:
         """On rank 0: the factor, for `--train.fit` and for `vlmtrain plan --gpu`."""
         said = f"beside the model's states a step needs {self.factor:.2f} times the planned memory"
         if gpu is None:  # what is in no table has no file
             return say(said)
-        with writing(self.file):
-            write_gpu(self.file, replace(self.gpu or gpu, step_memory=self.factor))
-        say(f"{said}; {self.file} tells the next --train.fit and vlmtrain plan --gpu")
+        if keep_gpu(self.file, replace(self.gpu or gpu, step_memory=self.factor)):
+            said += f"; {self.file} tells the next --train.fit and vlmtrain plan --gpu"
+        say(said)
 
     def _advice(self, room: float) -> str:
         remedy = find_remedy(
