@@ -13,8 +13,8 @@ from vlmtrain import cli
 from vlmtrain.core import coming_from
 from vlmtrain.core.config import RENAMED, ConfigError, TrainConfig, from_toml
 from vlmtrain.core.errors import UsageError
-from vlmtrain.core.files import model_of
 from vlmtrain.core.options import option_names, spelled
+from vlmtrain.core.run_folder import model_of
 from vlmtrain.data.command import build_command
 from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.generate.command import GenerateConfig
@@ -195,7 +195,8 @@ def test_a_run_is_the_model_that_it_wrote(tiny_folder, tmp_path, capsys):
     assert cli.main(check) == 1
     said = "a run that has no hf/ yet; name the model that it began from, or let it end first\n"
     assert capsys.readouterr().err.endswith(said)
-    (run / "checkpoints" / "latest").write_text("step-00000002\n")
+    (run / "checkpoints" / "step-00000002").mkdir()
+    (run / "checkpoints" / "latest").write_text("step-00000003\n")  # removed by hand
     assert cli.main(["plan", "--model", str(run), "--gpus", "8", "--gpu", "h100"]) == 1
     said = f"it began from, take {run / 'checkpoints' / 'step-00000002'}, or let it end first\n"
     assert capsys.readouterr().err.endswith(said)

@@ -97,8 +97,8 @@ def losses(log: Path) -> dict[int, str]:
 
 
 def crash_training(moments: int, model: Path, work: Path) -> None:
-    from vlmtrain.checkpoint.training.checkpoint import complete
     from vlmtrain.core.files import verify_manifest
+    from vlmtrain.core.run_folder import complete
 
     folder, log = work / "checkpoints", work / "log"
     chance = random.Random(SEED)

@@ -437,7 +437,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(models, tmp_path, capsys):
     convert.to_megatron(
         models["untied"], run / "step-00000007", layout_of(models["untied"], LAYOUTS[1])
     )
-    (run / "latest").write_text("step-00000007\n")
+    (run / "latest").write_text("step-00000008\n")  # removed by hand
     back = str(tmp_path / "back")
     assert cli.main(["convert", "megatron-to-hf", "--source", str(run), "--target", back]) == 0
     verify = ["convert", "verify", "--source", back, "--target", str(run), "--logits", "no"]

@@ -14,8 +14,9 @@ from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
 from vlmtrain.checkpoint.model_folder import newest
-from vlmtrain.checkpoint.training.checkpoint import complete, droppable, find
+from vlmtrain.checkpoint.training.checkpoint import droppable, find
 from vlmtrain.core.files import SummedFile, checksum, verify_manifest
+from vlmtrain.core.run_folder import complete
 
 
 @pytest.mark.parametrize(

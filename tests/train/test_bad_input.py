@@ -16,9 +16,10 @@ from tests.checkpoint.test_convert import edit, variant
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import options
 from vlmtrain import cli
-from vlmtrain.checkpoint.training.checkpoint import complete, find, go_on_from
+from vlmtrain.checkpoint.training.checkpoint import find, go_on_from
 from vlmtrain.core import lock
 from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.run_folder import complete
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import losses, options
 from vlmtrain.checkpoint import convert
-from vlmtrain.checkpoint.training.checkpoint import complete
+from vlmtrain.core.run_folder import complete
 
 TWO = ["--nproc=2", "--parallel.pipeline=2"]
 RATES = (

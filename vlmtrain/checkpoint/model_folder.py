@@ -16,7 +16,8 @@ from vlmtrain.checkpoint.hf.files import carry_processor
 from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
-from vlmtrain.core.files import CheckpointError, model_of
+from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.run_folder import model_of, newest_in, pointed_at
 from vlmtrain.models.family import read_spec
 
 
@@ -26,10 +27,7 @@ def newest(folder: Path) -> Path:
     folder = model_of(folder)
     if (folder / "config.json").is_file() or is_adapter(folder):
         return folder  # `latest` may stand beside it: DeepSpeed's
-    pointer = folder if folder.name == "best" else folder / "latest"
-    if pointer.is_file():
-        return pointer.parent / pointer.read_text(encoding="utf-8").strip()
-    return folder
+    return (pointed_at(folder) if folder.name == "best" else newest_in(folder)) or folder
 
 
 def described(model: Path) -> Path:

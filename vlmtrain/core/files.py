@@ -212,21 +212,3 @@ def verify_manifest(folder: Path, hint: str = "") -> None:
                 f"{file} has changed since it was written (checksum); the checkpoint is "
                 f"damaged{hint}"
             )
-
-
-def model_of(folder: Path) -> Path:
-    """`folder`, or, where it is the --output of a run, the Hugging Face folder that the run wrote.
-
-    Raises:
-        UserError: the run has not ended.
-    """
-    if (folder / "config.json").exists() or not (folder / "run.json").exists():
-        return folder
-    if (folder / "hf" / "config.json").exists():
-        return folder / "hf"
-    latest = folder / "checkpoints" / "latest"
-    other = f", take {latest.parent / latest.read_text().strip()}" if latest.is_file() else ""
-    raise UserError(
-        f"--model {folder} is a run that has no hf/ yet; name the model that it began from{other}, "
-        "or let it end first"
-    )

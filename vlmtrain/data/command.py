@@ -12,9 +12,9 @@ from typing import Literal
 import tyro
 
 from vlmtrain.core.config import MediaSection, check_ranges
-from vlmtrain.core.files import model_of
 from vlmtrain.core.options import spelled
 from vlmtrain.core.progress import progress
+from vlmtrain.core.run_folder import model_of
 
 _MODEL_SIZES = MediaSection()
 

@@ -20,8 +20,9 @@ from vlmtrain.core.config import (
     TrainSection,
     check_ranges,
 )
-from vlmtrain.core.files import model_of, write_text, writing
+from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.options import spelled
+from vlmtrain.core.run_folder import model_of
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables, toml_value
 from vlmtrain.models import flops

@@ -8,9 +8,9 @@ import tyro
 
 from vlmtrain.core.config import RENAMED, TrainConfig, from_toml
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import model_of
 from vlmtrain.core.launch import Process, run_on_ranks, take_option
 from vlmtrain.core.options import spelled
+from vlmtrain.core.run_folder import model_of
 
 
 def main(arguments: list[str]) -> int:

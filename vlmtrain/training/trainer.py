@@ -31,6 +31,7 @@ from vlmtrain.core.files import writing
 from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
+from vlmtrain.core.run_folder import name_of
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex, scan_data
 from vlmtrain.data.loader import check_position
@@ -320,7 +321,7 @@ class Trainer:
         extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
         self.engine.guard.recent.extend(extra.get("norms", ()))
         best = extra.get("best")
-        if best and (checkpoint.parent / checkpoints.name_of(best["step"])).is_dir():
+        if best and (checkpoint.parent / name_of(best["step"])).is_dir():
             self.best = best
             if self.config.checkpoint.keep_best and best.get("data") not in (None, self.held_out):
                 self.best = None

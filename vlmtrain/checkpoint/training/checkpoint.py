@@ -54,8 +54,8 @@ from vlmtrain.core.files import (
     write_json,
     write_text,
 )
+from vlmtrain.core.run_folder import complete, name_of, newest_in, pointed_at
 
-_NAME = re.compile(r"step-(\d{8})$")
 _LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped)$")
 
 
@@ -193,11 +193,6 @@ class Saver:
             shutil.rmtree(dropped, ignore_errors=True)
 
 
-def name_of(step: int) -> str:
-    """The folder of a checkpoint."""
-    return f"step-{step:08d}"
-
-
 def droppable(steps: list[int], keep: int, keep_every: int, best: int | None = None) -> list[int]:
     """Which of the complete checkpoints `steps` (ascending) may go."""
     return [s for s in steps[:-keep] if s != best and (not keep_every or s % keep_every)]
@@ -268,13 +263,6 @@ def _staged(parts: list[Any], optimizer: MegatronOptimizer) -> list[Piece]:
     return staged
 
 
-def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints that have their final name, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.match(p.name)))
-
-
 def find(folder: Path, resume: str) -> Path | None:
     """The checkpoint that `--checkpoint.resume` asks for, verified; None for a fresh start.
 
@@ -289,14 +277,14 @@ def find(folder: Path, resume: str) -> Path | None:
         return None
     steps = complete(folder)
     if resume == "latest":
-        if not steps:
+        path = newest_in(folder)
+        if path is None:
             return None
-        path = _pointed_at(folder / "latest") or folder / name_of(steps[-1])
     else:
         path = folder / resume
         if resume != "best":
             path = folder / name_of(int(resume))
-        elif (named := _pointed_at(path)) is not None:
+        elif (named := pointed_at(path)) is not None:
             path = named
         if not path.is_dir():
             have = f"there are steps {steps}" if steps else "there is none"
@@ -310,13 +298,6 @@ def find(folder: Path, resume: str) -> Path | None:
         else "; there is no other checkpoint to resume from",
     )
     return path
-
-
-def _pointed_at(pointer: Path) -> Path | None:
-    """The checkpoint that `latest` or `best` names, if both are there."""
-    named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
-    path = pointer.parent / named
-    return path if _NAME.fullmatch(named) and path.is_dir() else None
 
 
 def go_on_from(path: Path) -> None:

@@ -1,0 +1,53 @@
+"""What the --output folder of a run holds: checkpoints, and the model when it has ended."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vlmtrain.core.errors import UserError
+
+_NAME = re.compile(r"step-(\d{8})$")
+
+
+def name_of(step: int) -> str:
+    """The folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def complete(folder: Path) -> list[int]:
+    """Steps of the checkpoints in OUTPUT/checkpoints that have their final name, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.match(p.name)))
+
+
+def pointed_at(pointer: Path) -> Path | None:
+    """The checkpoint that `latest` or `best` names, if both are there."""
+    named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    path = pointer.parent / named
+    return path if _NAME.fullmatch(named) and path.is_dir() else None
+
+
+def newest_in(folder: Path) -> Path | None:
+    """Of OUTPUT/checkpoints the one that `latest` names, or where that is gone the last."""
+    steps = complete(folder)
+    return pointed_at(folder / "latest") or (folder / name_of(steps[-1]) if steps else None)
+
+
+def model_of(folder: Path) -> Path:
+    """`folder`, or, where it is the --output of a run, the Hugging Face folder that the run wrote.
+
+    Raises:
+        UserError: the run has not ended.
+    """
+    if (folder / "config.json").exists() or not (folder / "run.json").exists():
+        return folder
+    if (folder / "hf" / "config.json").exists():
+        return folder / "hf"
+    newest = newest_in(folder / "checkpoints")
+    other = "" if newest is None else f", take {newest}"
+    raise UserError(
+        f"--model {folder} is a run that has no hf/ yet; name the model that it began from{other}, "
+        "or let it end first"
+    )
