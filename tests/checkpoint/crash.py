@@ -72,7 +72,7 @@ def train(model: Path, folder: Path, log: Path, steps: int, delay: float) -> Non
     if path is not None:
         done = checkpoint.load(path, engine.parts, engine.optimizer)["step"]
     slow_writes(delay)
-    saver = checkpoint.Saver(folder, model, keep=2)
+    saver = checkpoint.Saver(folder, model, keep=2, resume=path)
     with open(log, "a") as out:
         for step in range(done, steps):
             offload(engine.optimizer, random.choice((0.0, 0.4, 1.0)))  # changes no number

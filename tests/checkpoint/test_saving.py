@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,18 @@ import pytest
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
+from vlmtrain.checkpoint.megatron.torch_dist import COMMON, write_common
 from vlmtrain.checkpoint.model_folder import newest
-from vlmtrain.checkpoint.training.checkpoint import droppable, find
-from vlmtrain.core.files import SummedFile, checksum, verify_manifest
+from vlmtrain.checkpoint.training.checkpoint import droppable, find, go_on_from
+from vlmtrain.core.files import (
+    MANIFEST,
+    CheckpointError,
+    SummedFile,
+    checksum,
+    manifest_of,
+    verify_manifest,
+    write_json,
+)
 from vlmtrain.core.run_folder import complete
 
 
@@ -32,6 +42,56 @@ from vlmtrain.core.run_folder import complete
 )
 def test_which_checkpoints_go(steps, keep, every, best, gone):
     assert droppable(steps, keep, every, best) == gone
+
+
+def test_a_run_that_was_gone_back_from_is_not_gone_on_from(tmp_path):
+    """Steps 1 to 7, then back to 1, from where another run saves 4 and 8."""
+    lines = {step: list(range(1, step + 1)) for step in (1, 2, 3, 5, 6, 7)}
+    paths = {step: tmp_path / f"step-{step:08d}" for step in range(1, 9)}
+    for step, line in {**lines, 4: [1, 4], 8: [1, 4, 8]}.items():
+        paths[step].mkdir()
+        write_common(paths[step], {"line": line})
+        write_json(paths[step] / MANIFEST, manifest_of(paths[step]))
+    assert go_on_from(paths[8]) == [1, 4, 8]
+    assert find(tmp_path, "latest") == newest(tmp_path) == paths[8]
+    (paths[8] / COMMON).unlink()
+    with pytest.raises(CheckpointError, match="damaged; resume from another .*resume 4$"):
+        find(tmp_path, "latest")
+    shutil.rmtree(paths[8])
+    assert find(tmp_path, "latest") == newest(tmp_path) == paths[4]
+    shutil.rmtree(paths[4])
+    shutil.rmtree(paths[1])
+    with pytest.raises(CheckpointError, match=r"name one of steps \[2, 3, 5, 6, 7\] with --check"):
+        find(tmp_path, "latest")
+    assert go_on_from(find(tmp_path, "7")) == [1, 2, 3, 4, 5, 6, 7]
+    shutil.rmtree(paths[7])
+    assert find(tmp_path, "latest") == newest(tmp_path) == paths[6]
+
+
+def test_a_run_from_before_its_line_was_kept(tmp_path):
+    """It is taken to have come by all earlier steps."""
+    for step in (1, 2, 3):
+        path = tmp_path / f"step-{step:08d}"
+        path.mkdir()
+        write_common(path, {})
+    assert newest(tmp_path) == path and go_on_from(path.with_name("step-00000002")) == [1, 2]
+
+
+@pytest.mark.slow
+def test_going_back_keeps_the_checkpoints_of_the_run(model, conversations, tmp_path):  # noqa: F811
+    output = tmp_path / "run"
+    arguments = options(model, conversations, output, "--optimizer.lr_scheduler_type=constant")
+    for more in (
+        ("--train.steps=6", "--checkpoint.every=1", "--checkpoint.keep=9"),
+        ("--train.steps=6", "--checkpoint.every=3", "--checkpoint.keep=2", "--checkpoint.resume=1"),
+    ):
+        done = run_cli([*arguments, *more])
+        assert done.code == 0, done.output
+    assert complete(output / "checkpoints") == [3, 6]
+    shutil.rmtree(output / "checkpoints" / "step-00000006")
+    done = run_cli([*arguments, "--train.steps=7", "--checkpoint.resume=latest"])
+    assert done.code == 0 and "at step 3" in done.output, done.output
+    assert complete(output / "checkpoints") == [3, 7] and len(losses(output)) == 7
 
 
 @pytest.mark.slow
@@ -109,7 +169,7 @@ def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  #
         verify_manifest(output / "checkpoints" / f"step-{step:08d}")
     assert not (output / "hf").exists()
     names = {p.name for p in (output / "checkpoints").iterdir()}
-    assert names == {"latest", *(f"step-{s:08d}" for s in steps)}
+    assert names == {"latest", "line", *(f"step-{s:08d}" for s in steps)}
     # The checkpoint that --model names stays: its config and tokenizer go into those that follow.
     source = output / "checkpoints" / f"step-{done:08d}"
     again = run_cli(

@@ -167,8 +167,6 @@ class Trainer:
         self.record: Record | None = None
         if dist.get_rank() == 0:
             config.output.mkdir(parents=True, exist_ok=True)
-            if resume is not None:
-                checkpoints.go_on_from(resume)
             self.record = Record(
                 config,
                 self.engine,
@@ -184,6 +182,7 @@ class Trainer:
             config.model,
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
+            resume=resume,
             adapt=self.processor.write_settings,
         )
 

@@ -3,6 +3,7 @@
 OUTPUT/checkpoints/step-00000100/   a Megatron checkpoint (torch_dist.py) + config and tokenizer
                                     files + manifest.json with sizes and checksums
 OUTPUT/checkpoints/latest           the name of the newest complete one
+OUTPUT/checkpoints/line             the names of those that the run has come by, it last
 OUTPUT/checkpoints/best             that of the one with the lowest held-out loss, if it is kept
 
 A save copies the state to host memory (training waits for that only), then a thread of each rank
@@ -54,7 +55,7 @@ from vlmtrain.core.files import (
     write_json,
     write_text,
 )
-from vlmtrain.core.run_folder import complete, name_of, newest_in, pointed_at
+from vlmtrain.core.run_folder import complete, line_in, name_of, newest_in, pointed_at
 
 _LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped)$")
 
@@ -67,6 +68,7 @@ class Saver:
         source: model folder whose config and tokenizer files go into each checkpoint.
         keep: newest checkpoints to keep.
         keep_every: steps whose multiples are kept for good; 0: none.
+        resume: the checkpoint in `folder` that the run goes on from.
         adapt: changes in the copies what the run does in another way than they say.
     """
 
@@ -77,6 +79,7 @@ class Saver:
         *,
         keep: int,
         keep_every: int = 0,
+        resume: Path | None = None,
         adapt: Callable[[Path], None] | None = None,
     ) -> None:
         self.folder, self.source, self.adapt = folder, source, adapt
@@ -86,6 +89,9 @@ class Saver:
             for path in folder.iterdir():  # of a run that was killed
                 if _LEFTOVER.match(path.name):
                     shutil.rmtree(path, ignore_errors=True)
+        self._line: list[int] = []  # steps of the checkpoints that the run has come by, on rank 0
+        if dist.get_rank() == 0 and resume is not None:
+            self._line = go_on_from(resume)
 
     def start(
         self,
@@ -169,7 +175,9 @@ class Saver:
         work, target = writer.work, writer.target
         known = {name: entry for _, files, _ in results for name, entry in files.items()}
         write_metadata(work, [chunk for chunks, _, _ in results for chunk in chunks])
-        write_common(work, writer.common)
+        line = [step for step in self._line if (self.folder / name_of(step)).is_dir()]
+        line.append(writer.common["step"])
+        write_common(work, {**writer.common, "line": line})
         carry_files(self.source, work, writer.dtype, self.adapt)
         write_json(work / MANIFEST, manifest_of(work, known))
         for path in work.iterdir():
@@ -177,12 +185,14 @@ class Saver:
                 fsync_path(path)
         fsync_path(work)
         replace_folder(work, target)
-        write_text(self.folder / "latest", target.name + "\n")
+        self._line = line
+        _point(self.folder, line)
         best = (writer.common.get("best") or {}).get("step")
         if best is not None:
             write_text(self.folder / "best", name_of(best) + "\n")
         # Those of later steps were left by a run that went on from before them: not its to judge.
-        steps = [step for step in complete(self.folder) if step <= writer.common["step"]]
+        steps = [step for step in complete(self.folder) if step <= line[-1]]
+        steps.sort(key=line.__contains__)  # those of earlier steps go first
         source = self.source.resolve()  # may be one of them: what is carried comes from there
         for step in droppable(steps, self.keep, self.keep_every, best):
             if (self.folder / name_of(step)).resolve() in (source, *source.parents):
@@ -194,7 +204,7 @@ class Saver:
 
 
 def droppable(steps: list[int], keep: int, keep_every: int, best: int | None = None) -> list[int]:
-    """Which of the complete checkpoints `steps` (ascending) may go."""
+    """Which of the complete checkpoints `steps` may go, the first ones first."""
     return [s for s in steps[:-keep] if s != best and (not keep_every or s % keep_every)]
 
 
@@ -275,9 +285,14 @@ def find(folder: Path, resume: str) -> Path | None:
     """
     if resume == "none":
         return None
-    steps = complete(folder)
+    steps, line = complete(folder), line_in(folder)
     if resume == "latest":
         path = newest_in(folder)
+        if path is None and steps:
+            raise CheckpointError(
+                f"{folder} holds no checkpoint that the run has come by since it went back to an "
+                f"earlier step; name one of steps {steps} with --checkpoint.resume"
+            )
         if path is None:
             return None
     else:
@@ -290,7 +305,7 @@ def find(folder: Path, resume: str) -> Path | None:
             have = f"there are steps {steps}" if steps else "there is none"
             raise CheckpointError(f"{path} does not exist; {have}")
     step = int(path.name[-8:])
-    others = [s for s in steps if s < step] or [s for s in steps if s > step]
+    others = [s for s in line if s < step] or [s for s in line if s > step]
     verify_manifest(
         path,
         f"; resume from another with --checkpoint.resume {others[-1]}"
@@ -300,11 +315,21 @@ def find(folder: Path, resume: str) -> Path | None:
     return path
 
 
-def go_on_from(path: Path) -> None:
-    """From here on `path` is what `latest` means, though its folder may hold later steps."""
-    latest = path.parent / "latest"
-    with replacing(latest):
-        write_text(latest, path.name + "\n")
+def go_on_from(path: Path) -> list[int]:
+    """From here on `path` is what `latest` means, though its folder may hold later steps; returns
+    the steps of the checkpoints that its run had come by, and its own."""
+    folder, step = path.parent, int(path.name[-8:])
+    known = read_common(path).get("line", complete(folder))
+    line = [*(s for s in known if s < step), step]
+    with replacing(folder / "latest"):
+        _point(folder, line)
+    return line
+
+
+def _point(folder: Path, line: list[int]) -> None:
+    """Make the last of `line` the latest."""
+    write_text(folder / "line", "".join(name_of(step) + "\n" for step in line))
+    write_text(folder / "latest", name_of(line[-1]) + "\n")
 
 
 def loader_state(path: Path) -> dict[str, Any] | None:
