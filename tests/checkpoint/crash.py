@@ -60,6 +60,7 @@ def train(model: Path, folder: Path, log: Path, steps: int, delay: float) -> Non
     from tests.parity import reference as ref
     from tests.parity.worker import build
     from vlmkernels.integrations.megatron import offload
+    from vlmtrain.checkpoint.hf.files import ModelFiles
     from vlmtrain.checkpoint.training import checkpoint
     from vlmtrain.core import device, launch
 
@@ -72,7 +73,7 @@ def train(model: Path, folder: Path, log: Path, steps: int, delay: float) -> Non
     if path is not None:
         done = checkpoint.load(path, engine.parts, engine.optimizer)["step"]
     slow_writes(delay)
-    saver = checkpoint.Saver(folder, model, keep=2, resume=path)
+    saver = checkpoint.Saver(folder, ModelFiles(model), keep=2, resume=path)
     with open(log, "a") as out:
         for step in range(done, steps):
             offload(engine.optimizer, random.choice((0.0, 0.4, 1.0)))  # changes no number

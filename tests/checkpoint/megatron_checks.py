@@ -18,6 +18,7 @@ import torch
 
 from tests.parity import reference as ref
 from tests.parity.worker import build
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.core import device, launch
 
 
@@ -136,7 +137,7 @@ def main() -> None:
     optimizer_state.create_state(plain)
     plain.load_state_dict(plain.state_dict())
     theirs["step tensors after a load"] = step_tensors(plain)
-    saver = checkpoint.Saver(folder / "checkpoints", model, keep=1)
+    saver = checkpoint.Saver(folder / "checkpoints", ModelFiles(model), keep=1)
     saver.start(2, engine.parts, engine.optimizer, {})
     saver.finish()
     path = folder / "checkpoints" / "step-00000002"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity import reference as ref
 from vlmtrain.checkpoint.hf import adapters
-from vlmtrain.checkpoint.hf.files import HFWeights
+from vlmtrain.checkpoint.hf.files import HFWeights, ModelFiles
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
 from vlmtrain.checkpoint.merge import base_of
 from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging
@@ -145,7 +145,7 @@ def test_an_adapter_folder_names_its_base_from_anywhere(base, tmp_path, monkeypa
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.chdir(base.parent)
-        adapters.save_adapters([], section, Path(base.name), tmp_path / "adapter")
+        adapters.save_adapters([], section, ModelFiles(base.name), tmp_path / "adapter")
         monkeypatch.chdir("/")
         assert base_of(tmp_path / "adapter") == base
 
@@ -154,7 +154,7 @@ def test_an_adapter_folder_names_its_base_from_anywhere(base, tmp_path, monkeypa
 
         monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(UserError, match="adapter can't be written: No space left on device"):
-            adapters.save_adapters([], section, base, tmp_path / "adapter")
+            adapters.save_adapters([], section, ModelFiles(base), tmp_path / "adapter")
         assert base_of(tmp_path / "adapter") == base  # the old one stays
     finally:
         dist.destroy_process_group()

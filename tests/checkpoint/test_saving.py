@@ -150,13 +150,15 @@ def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  #
     """Through our own launcher: exit code 0, a whole checkpoint of the last step, which two
     data-parallel ranks wrote and two stages go on from. (That a resumed run has the numbers of one
     without a break, tests/train and the crash test show.)"""
-    output = tmp_path / "run"
+    output, folder = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(model, folder)
     arguments = options(
-        model, conversations, output, "--train.steps=400", "--nproc=2", "--checkpoint.every=3",
-        "--checkpoint.keep=1", "--checkpoint.keep_every=6",
+        folder, conversations, output, "--train.steps=400", "--nproc=2", "--checkpoint.every=3",
+        "--checkpoint.keep=1", "--checkpoint.keep_every=6", "--checkpoint.hf",
     )  # fmt: skip
     process = start(arguments)
     wait_for_step(output, 7, process)
+    shutil.rmtree(folder)  # what a checkpoint holds of it was read at the start
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0, printed

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests.parity import reference as ref
 from tests.parity.worker import build
 from tests.worker import serve
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.core import device
 from vlmtrain.core.errors import UserError
 
@@ -149,7 +150,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         if case.get("save"):
             target = Path(case["save"])
             draw_apart()
-            saver = checkpoint.Saver(target.parent, Path(case["model"]), keep=99)
+            saver = checkpoint.Saver(target.parent, ModelFiles(case["model"]), keep=99)
             step = int(target.name.split("-")[1])
             if case.get("disk_full") == dist.get_rank():
                 fill_disk()

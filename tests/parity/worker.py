@@ -23,6 +23,7 @@ from tests.parity import reference as ref
 from tests.ranks import ROOT
 from tests.worker import serve
 from vlmkernels.loss import op as loss_op
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.mapping import canonical_name
 from vlmtrain.core import device
 from vlmtrain.core.batch import padded_length
@@ -266,8 +267,9 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))
         return step.loss, {canonical_name(n): t for part in everyone for n, t in part.items()}
 
+    files = ModelFiles(case["model"])
     if lora.rank:
-        save_adapters(engine.exported, lora, case["model"], case["adapter"] / "before")
+        save_adapters(engine.exported, lora, files, case["adapter"] / "before")
     if not case.get("only_steps"):
         result["loss"], result["gradients"] = gradients(share(0))
         if case.get("unpacked"):
@@ -316,10 +318,10 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     engine.gather_weights()
     if lora.rank:
         result["replicas_agree"] = replicas_agree(engine)
-        save_adapters(engine.exported, lora, case["model"], case["adapter"] / "after")
+        save_adapters(engine.exported, lora, files, case["adapter"] / "after")
     if case.get("save"):
         with merged(engine.exported):
-            save_weights(engine.exported, spec, case["model"], case["save"])
+            save_weights(engine.exported, spec, files, case["save"])
     parallel_state.destroy_model_parallel()
     return result
 

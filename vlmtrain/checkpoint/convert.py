@@ -23,8 +23,8 @@ from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import (
     SHARD_BYTES,
+    ModelFiles,
     SafetensorsWriter,
-    carry_files,
     finish_hf_folder,
 )
 from vlmtrain.checkpoint.hf.source import HFSource
@@ -145,7 +145,7 @@ def to_megatron(
             shutil.copyfile(weights.folder / COMMON, work / COMMON)
         else:
             write_common(work, {"weights_only": True})
-        carry_files(weights.folder, work, dtype)
+        ModelFiles(weights.folder).write(work, dtype)
         write_json(work / MANIFEST, manifest_of(work, known))
         return Done(target, len(jobs), done, time.perf_counter() - start)
 
@@ -301,7 +301,7 @@ def to_hf(
         finish_hf_folder(work, files)
         all_kinds = {kind for row in rows(weights.spec) for kind in weights.dtypes(row)}
         only = all_kinds.pop() if len(all_kinds) == 1 else None
-        carry_files(weights.folder, work, dtype or only)
+        ModelFiles(weights.folder).write(work, dtype or only)
         return Done(target, count, done, time.perf_counter() - start)
 
 

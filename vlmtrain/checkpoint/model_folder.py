@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vlmtrain.checkpoint.convert import to_hf
-from vlmtrain.checkpoint.hf.files import carry_processor
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
@@ -75,7 +75,7 @@ def as_hf(model: Path, work: Path | None = None) -> Iterator[Path]:
             if is_adapter(base):
                 raise CheckpointError(f"{model}: its base model {base} is an adapter itself")
             to_hf(from_peft(model, base), folder / "hf")
-            carry_processor(model, folder / "hf")
+            ModelFiles(model).write_processor(folder / "hf")
         yield folder / "hf"
 
 

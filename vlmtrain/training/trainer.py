@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from vlmkernels.integrations.megatron import offload
 from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.hf.save import save_weights
 from vlmtrain.checkpoint.load import load_weights
 from vlmtrain.checkpoint.training import checkpoint as checkpoints
@@ -126,6 +127,7 @@ class Trainer:
         self.processor = processor
         # Rank 0 reads and checks all input; its error is raised on every rank.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
+        self.files = on_every_rank(lambda: ModelFiles(config.model))
         self.held_out = None if held_out is None else held_out.content_hash
         position = self._position(resume, index)
         memory = MemoryPlan(config, spec, layout, backend, index, position, before)
@@ -179,7 +181,7 @@ class Trainer:
             )
         self.saver = checkpoints.Saver(
             config.output / "checkpoints",
-            config.model,
+            self.files,
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
             resume=resume,
@@ -255,9 +257,9 @@ class Trainer:
         """Write hf/, and with LoRA adapter/, into `folder`."""
         config, parts, adapt = self.config, self.engine.exported, self.processor.write_settings
         with merged(parts):
-            save_weights(parts, self.spec, config.model, folder / "hf", adapt)
+            save_weights(parts, self.spec, self.files, folder / "hf", adapt)
         if config.lora.rank:
-            save_adapters(parts, config.lora, config.model, folder / "adapter", adapt)
+            save_adapters(parts, config.lora, self.files, folder / "adapter", adapt)
 
     # --- parts of building and of a step ------------------------------------------------------
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save
 from torch import Tensor
 
-from vlmtrain.checkpoint.hf.files import carry_processor
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.core.collectives import on_first_rank
 from vlmtrain.core.config import LoraSection
 from vlmtrain.core.files import fsync_tree, replace_folder, replacing, start_folder
@@ -31,14 +31,14 @@ _MODULES = (
 def save_adapters(
     parts: list[Any],
     section: LoraSection,
-    source: Path,
+    source: ModelFiles,
     target: Path,
     adapt: Callable[[Path], None] | None = None,
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json to `target`, and the processor's
     files, changed by `adapt`. Collective.
 
-    parts: what this rank exports (`Engine.exported`); source: the base model's folder.
+    parts: what this rank exports (`Engine.exported`); source: of the base model.
     """
     named = {name: tensor for name, tensor in _whole(parts)}
     writer = (
@@ -60,7 +60,7 @@ def save_adapters(
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             # Absolute: it must name the same folder wherever a reader is started.
-            "base_model_name_or_path": os.path.abspath(source),
+            "base_model_name_or_path": os.path.abspath(source.folder),
             "r": section.rank,
             "lora_alpha": section.alpha,
             "lora_dropout": section.dropout,
@@ -70,7 +70,7 @@ def save_adapters(
             "inference_mode": True,
         }
         (work / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        carry_processor(source, work)
+        source.write_processor(work)
         if adapt is not None:
             adapt(work)
         fsync_tree(work)

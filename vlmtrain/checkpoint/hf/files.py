@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -241,39 +240,56 @@ class SafetensorsWriter:
         return self._file.close()
 
 
-def carry_processor(source: Path, target: Path) -> None:
-    """Copy what says how a model is asked: processor files and chat template."""
-    for name in _PROCESSOR:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+class ModelFiles:
+    """What a model folder holds beside its weights, read at once: a run may outlast the folder.
 
-
-def carry_files(
-    source: Path,
-    target: Path,
-    dtype: torch.dtype | None,
-    adapt: Callable[[Path], None] | None = None,
-) -> None:
-    """Copy config, tokenizer, processor and generation files; the config names `dtype`.
-
-    `adapt` changes in the result what a run did in another way than the source's files say.
+    Raises:
+        WeightError: a file can't be read.
     """
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _CARRIED and path.name not in _NOT_CARRIED:
-            shutil.copyfile(path, target / path.name)
-    if adapt is not None:
-        adapt(target)
-    if dtype is None:
-        return
-    path = target / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    name = str(dtype).removeprefix("torch.")
-    for section in (config, config.get("text_config"), config.get("vision_config")):
-        for key in ("torch_dtype", "dtype"):
-            if section and section.get(key):
-                section[key] = name
-    config.setdefault("dtype" if "dtype" in config else "torch_dtype", name)
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self._content = {
+                path.name: path.read_bytes()
+                for path in sorted(self.folder.iterdir())
+                if path.is_file() and path.suffix in _CARRIED and path.name not in _NOT_CARRIED
+            }
+        except OSError as error:
+            raise WeightError(f"{error.filename} can't be read: {error.strerror}") from error
+
+    def write_processor(self, target: Path) -> None:
+        """Write what says how a model is asked: processor files and chat template."""
+        self._write(target, [name for name in _PROCESSOR if name in self._content])
+
+    def write(
+        self,
+        target: Path,
+        dtype: torch.dtype | None,
+        adapt: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write config, tokenizer, processor and generation files; the config names `dtype`.
+
+        `adapt` changes in the result what a run did in another way than the files say.
+        """
+        self._write(target, self._content)
+        if adapt is not None:
+            adapt(target)
+        if dtype is None:
+            return
+        path = target / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        name = str(dtype).removeprefix("torch.")
+        for section in (config, config.get("text_config"), config.get("vision_config")):
+            for key in ("torch_dtype", "dtype"):
+                if section and section.get(key):
+                    section[key] = name
+        config.setdefault("dtype" if "dtype" in config else "torch_dtype", name)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self, target: Path, names: Iterable[str]) -> None:
+        for name in names:
+            (target / name).write_bytes(self._content[name])
 
 
 def finish_hf_folder(work: Path, files: Sequence[tuple[str, dict[str, int]]]) -> None:

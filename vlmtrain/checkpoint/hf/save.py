@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import (
     SHARD_BYTES,
+    ModelFiles,
     SafetensorsWriter,
-    carry_files,
     finish_hf_folder,
 )
 from vlmtrain.checkpoint.mapping import Row, join, parameter_split_dim, rows, transforms
@@ -30,7 +30,7 @@ from vlmtrain.core.spec import ModelSpec
 def save_weights(
     stages: list[Any],
     spec: ModelSpec,
-    source: str | Path,
+    source: ModelFiles,
     target: str | Path,
     adapt: Callable[[Path], None] | None = None,
 ) -> None:
@@ -46,7 +46,7 @@ def save_weights(
     target = Path(target)
     work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
     try:
-        _fill(stages, spec, Path(source), work, target, adapt)
+        _fill(stages, spec, source, work, target, adapt)
     except Exception:
         if dist.get_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
@@ -56,7 +56,7 @@ def save_weights(
 def _fill(
     stages: list[Any],
     spec: ModelSpec,
-    source: Path,
+    source: ModelFiles,
     work: Path,
     target: Path,
     adapt: Callable[[Path], None] | None,
@@ -71,7 +71,7 @@ def _fill(
         missing = {name for row in rows(spec) for name in row.hf} - present
         assert not missing, f"no rank wrote {sorted(missing)[0]}"
         finish_hf_folder(work, written)
-        carry_files(source, work, stages[0].config.params_dtype, adapt)
+        source.write(work, stages[0].config.params_dtype, adapt)
         fsync_tree(work)
         replace_folder(work, target)
 

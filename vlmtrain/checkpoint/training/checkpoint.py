@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from vlmtrain.checkpoint.hf.files import carry_files
+from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES
 from vlmtrain.checkpoint.megatron.torch_dist import (
     Chunk,
@@ -65,7 +65,7 @@ class Saver:
 
     Args:
         folder: OUTPUT/checkpoints.
-        source: model folder whose config and tokenizer files go into each checkpoint.
+        source: config and tokenizer files, which go into each checkpoint.
         keep: newest checkpoints to keep.
         keep_every: steps whose multiples are kept for good; 0: none.
         resume: the checkpoint in `folder` that the run goes on from.
@@ -75,7 +75,7 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        source: Path,
+        source: ModelFiles,
         *,
         keep: int,
         keep_every: int = 0,
@@ -178,7 +178,7 @@ class Saver:
         line = [step for step in self._line if (self.folder / name_of(step)).is_dir()]
         line.append(writer.common["step"])
         write_common(work, {**writer.common, "line": line})
-        carry_files(self.source, work, writer.dtype, self.adapt)
+        self.source.write(work, writer.dtype, self.adapt)
         write_json(work / MANIFEST, manifest_of(work, known))
         for path in work.iterdir():
             if path.name not in known:
@@ -193,7 +193,7 @@ class Saver:
         # Those of later steps were left by a run that went on from before them: not its to judge.
         steps = [step for step in complete(self.folder) if step <= line[-1]]
         steps.sort(key=line.__contains__)  # those of earlier steps go first
-        source = self.source.resolve()  # may be one of them: what is carried comes from there
+        source = self.source.folder.resolve()  # may be one of them: the next start reads it
         for step in droppable(steps, self.keep, self.keep_every, best):
             if (self.folder / name_of(step)).resolve() in (source, *source.parents):
                 continue
