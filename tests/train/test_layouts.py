@@ -65,6 +65,11 @@ def test_resumed_lora_is_bitwise(model, conversations, tmp_path, capsys):
         assert cli.main([*again, *more]) == 1
         message = capsys.readouterr().err
         assert message.count("\n") == 1 and named in message and "step-00000006" in message
+    # The run's own model has the adapters in it already.
+    done = run_cli([*again, *layout, *LORA, f"--model={output}", "--nproc=2"])
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    said = f"was trained on other base weights than --model {output / 'hf'} holds, the first is "
+    assert done.output.count(said) == 1, done.output
     assert (output / "metrics.jsonl").read_text() == before
 
 
@@ -85,6 +90,11 @@ def test_vision_lora_goes_on_at_another_tensor_size(model, conversations, tmp_pa
     assert done.code == 0 and "at step 3" in done.output, done.output
     assert losses(resumed) == pytest.approx(losses(straight), rel=1e-5)
     assert losses(straight)[0] != pytest.approx(losses(straight)[-1], rel=1e-3)
+    # In other precisions the base weights are rounded, and still those of --model.
+    for steps, precision in ((7, "bf16"), (8, "fp32"), (9, "fp32")):
+        more = [f"--train.steps={steps}", f"--train.precision={precision}", *lora]
+        done = run_cli(options(model, conversations, resumed, *more, "--checkpoint.resume=latest"))
+        assert done.code == 0 and f"at step {steps - 1}" in done.output, done.output
 
 
 @pytest.mark.slow

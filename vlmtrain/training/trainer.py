@@ -319,7 +319,9 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> int:
         """Take up a checkpoint's state; returns the number of its step."""
-        extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
+        engine, config = self.engine, self.config
+        base = config.model if config.lora.rank else None
+        extra = checkpoints.load(checkpoint, engine.parts, engine.optimizer, base)
         self.engine.guard.recent.extend(extra.get("norms", ()))
         best = extra.get("best")
         if best and (checkpoint.parent / name_of(best["step"])).is_dir():

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES
@@ -337,11 +338,15 @@ def loader_state(path: Path) -> dict[str, Any] | None:
     return read_common(path).get("loader")
 
 
-def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
+def load(
+    path: Path, parts: list[Any], optimizer: MegatronOptimizer, base: Path | None = None
+) -> dict[str, Any]:
     """Restore model and optimizer in place; returns what `Saver.start` got as `extra`.
 
     Collective. Any layout reads what any other wrote; a part that was frozen when the checkpoint
-    was written has no optimizer state and must stay frozen.
+    was written has no optimizer state and must stay frozen. With LoRA `base` is the folder that
+    the frozen weights were read from: those of the checkpoint must be the same, or the adapters
+    would be written as ones to that folder.
 
     Raises:
         CheckpointError: the checkpoint does not hold what this run needs, or holds weights that it
@@ -362,8 +367,15 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
         known = {key for location in table.values() for key in location.keys()}
         fill = partial(_fill, reader)
         for tensor, location in table.items():
+            compared = base is not None and not tensor.requires_grad
             for piece in location.pieces(tensor.detach().view(-1)):
+                before = _rounded(piece) if compared else None
                 fill(piece)
+                if before is not None and not torch.equal(before, _rounded(piece)):
+                    raise CheckpointError(
+                        f"{path} was trained on other base weights than --model {base} holds, the "
+                        f"first is {piece.key}; resume with the --model it was trained with"
+                    )
         optimizer_state.load(optimizer, table, fill, common.pop("optimizer_steps"))
     except CheckpointError as error:
         message = str(error)
@@ -388,6 +400,11 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
     if [state.get("position") for state in states] == ranks:
         set_random_state(states[dist.get_rank()])
     return common
+
+
+def _rounded(piece: Piece) -> Tensor:
+    """A copy in host memory, in bfloat16: the precision may have changed since."""
+    return piece.data.to("cpu", torch.bfloat16, copy=True)
 
 
 def _fill(reader: ChunkReader, piece: Piece) -> None:
