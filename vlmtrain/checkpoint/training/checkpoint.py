@@ -90,9 +90,9 @@ class Saver:
             for path in folder.iterdir():  # of a run that was killed
                 if _LEFTOVER.match(path.name):
                     shutil.rmtree(path, ignore_errors=True)
-        self._line: list[int] = []  # steps of the checkpoints that the run has come by, on rank 0
-        if dist.get_rank() == 0 and resume is not None:
-            self._line = go_on_from(resume)
+        self._line: list[int] = []  # steps of the checkpoints that the run has come by
+        if resume is not None:
+            self._line = on_first_rank(partial(go_on_from, resume))
 
     def start(
         self,
