@@ -494,6 +494,8 @@ def test_progress(make: Any, index: SampleIndex) -> None:
         second.next_step()  # 4 packs, then 2
         ends = [second.steps_for_epochs(packs / len(plans[0])) for packs in (6, 3.1, 2.9, 0)]
         assert ends == [2, 2, 1, 0]
+        second.load_state_dict({**second.state_dict(), "step": 6})  # as of one pack, but the last
+        assert [second.steps_for_epochs(packs / len(plans[0])) for packs in (4.1, 4)] == [6, 4]
     assert loader.epoch == 0
     loader.next_step()
     assert loader.epoch == 4 / len(plans[0]) and loader.step == 1

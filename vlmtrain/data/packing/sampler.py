@@ -120,15 +120,15 @@ class Sampler:
 
     def steps_for_epochs(self, epochs: float, position: Position) -> int:
         """The least number of steps from the start of the run that covers `epochs` epochs: those
-        made until `position`, perhaps with another global_batch, and those that are left. Where
-        more packs were made than that, the steps that would have done, of as many packs as those
-        made have had on average."""
+        made until `position`, perhaps with another global_batch, and those that are left. Where a
+        step's packs more were made than that, the steps that would have done, of as many packs as
+        those made have had on average."""
         whole = int(epochs)
         packs = float(sum(len(self.epoch_plan(epoch)) for epoch in range(whole)))
         if epochs > whole:
             packs += (epochs - whole) * len(self.epoch_plan(whole))
         made = sum(len(self.epoch_plan(epoch)) for epoch in range(position.epoch)) + position.pack
-        if packs < made:
+        if made - packs >= self.global_batch:
             return math.ceil(packs * position.step / made - 1e-9)
         return position.step + math.ceil((packs - made) / self.global_batch - 1e-9)
 
