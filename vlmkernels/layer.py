@@ -5,6 +5,8 @@ passes over memory on CUDA.
 
 Arithmetic is float32 for all dtypes, rounded once; bitwise repeatable with any number of threads.
 With AVX-512 BF16 (Zen 4 and later, Xeons since Cooper Lake) bfloat16 results below 2^-126 become 0.
+
+torch.compile calls these functions and does not trace them: compiled code has a graph break there.
 """
 
 from __future__ import annotations
@@ -94,8 +96,6 @@ def _check_start(op: str, x: Tensor) -> None:
 
 def _check_apart(name: str, begin: int, x: Tensor, x_begin: int) -> None:
     """x, at x_begin, is written while rows of it still need the dense parameter at `begin`."""
-    if torch.compiler.is_compiling():  # the frame behind a graph break, of symbolic sizes
-        return
     if begin and x_begin - x.shape[-1] * x.itemsize < begin < x_begin + x.nbytes:
         raise ValueError(f"{name} lies in the memory of x, which is written; pass {name}.clone()")
 
@@ -158,6 +158,7 @@ def _kept(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _aligned(x.to(dtype))
 
 
+@torch.compiler.disable
 def rms_norm_backward(
     dy: Tensor,
     ds: Tensor | None,
@@ -241,6 +242,7 @@ class _RMSNorm(torch.autograd.Function):
 _norm = recorded(_RMSNorm)
 
 
+@torch.compiler.disable
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dense") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
@@ -249,8 +251,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
             up to 8,192 elements, a multiple of 16 bytes.
         weight: [width], x's dtype.
         weight_grad: "dense", or "main_grad": added to weight.main_grad, a contiguous float32
-            [width], and no hook of the weight runs where x requires a gradient. Under torch.compile
-            as dense.
+            [width], and no hook of the weight runs where x requires a gradient.
 
     Returns:
         [.., width], contiguous, x's dtype. Differentiable once in x and weight; keeps x and a
@@ -310,6 +311,7 @@ class _AddRMSNorm(torch.autograd.Function):
 _add_norm = recorded(_AddRMSNorm)
 
 
+@torch.compiler.disable
 def add_rms_norm_(
     x: Tensor,
     residual: Tensor | None,
@@ -354,7 +356,7 @@ def add_rms_norm_(
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         raise ValueError(f"residual is {describe(residual)}; it must be as x, {describe(x)}")
-    elif not torch.compiler.is_compiling():
+    else:
         apart = abs(residual.data_ptr() - x.data_ptr())
         if residual.is_contiguous() and 0 < apart < x.nbytes:
             raise ValueError(
@@ -366,6 +368,7 @@ def add_rms_norm_(
     return _add_norm(x, residual, seen, seen_bias, values, eps)
 
 
+@torch.compiler.disable
 def swiglu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -442,6 +445,7 @@ class _SwiGLU(torch.autograd.Function):
 _swiglu = recorded(_SwiGLU)
 
 
+@torch.compiler.disable
 def swiglu_(
     x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense", padding: int = 0
 ) -> Tensor:
@@ -454,7 +458,7 @@ def swiglu_(
             and x starts at one of 16.
         bias: [2 F], x's dtype.
         bias_grad: "dense", or "main_grad": added to bias.main_grad, a contiguous float32 [2 F],
-            and no hook of the bias runs where x requires a gradient. Under torch.compile as dense.
+            and no hook of the bias runs where x requires a gradient.
         padding: columns of zeros behind the result's, on CUDA: a multiple of 8 bytes. With them a
             product's rows can be whole units of 16.
 

@@ -91,6 +91,52 @@ def layer(core: Any, kind: Any, norm: Any = IdentityOp, **config: Any) -> Any:
     return made
 
 
+def test_activations_are_offloaded_by_megatrons_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fine_grained_activation_offloading: where it is asked to, here without a GPU's copies."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import attention
+
+    seen = []
+
+    class Offload:
+        def __init__(self, on: bool, tensor: torch.Tensor, name: str) -> None:
+            self.tensor = tensor
+            seen.extend([name] if on else [])
+
+        def __enter__(self) -> torch.Tensor:
+            return self.tensor
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+        @staticmethod
+        def group_commit(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+            return tensor
+
+    monkeypatch.setattr(attention, "off_interface", Offload)
+    parts = ["qkv_linear", "core_attn", "attn_proj"]
+    options = dict(fine_grained_activation_offloading=True, offload_modules=parts)
+    half = torch.rand(24, 4)
+    packed = RotaryPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 24], dtype=torch.int32),
+        max_seqlen_q=24,
+        rotary_table=torch.cat([half.cos(), half.sin()], -1),
+    )
+    with one_rank():
+        parallel_state.initialize_model_parallel()
+        try:
+            model_parallel_cuda_manual_seed(1)
+            made = layer(VarlenCoreAttention, PackedSelfAttention, **options).train()
+            made(torch.randn(24, 1, 32, requires_grad=True), None, packed_seq_params=packed)
+            assert seen == parts
+            with pytest.raises(ValueError, match="take them out of offload_modules"):
+                layer(VarlenCoreAttention, VisionSelfAttention, **options)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
 @pytest.mark.parametrize("kind", [SelfAttention, PackedSelfAttention])
 @pytest.mark.parametrize(
     "config", [{}, {"no_rope_freq": [0, 1]}, {"no_rope_freq": [1, 0]}, {"norm": L2Norm}]

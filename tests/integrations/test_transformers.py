@@ -438,6 +438,20 @@ def test_compile(models: tuple[Any, Any, Any]) -> None:
         torch.testing.assert_close(got, of(plain.model)(x, **args))
 
 
+def test_compile_with_a_loss(models: tuple[Any, Any, Any]) -> None:
+    """A text model in one graph, its last layer and loss too."""
+    plain, ours, _ = models
+    inputs = batch([sample("text")] * 2)
+    del inputs["attention_mask"]  # which transformers looks into
+    inputs["use_cache"] = False
+    for more in ({}, {"num_items_in_batch": torch.tensor(11)}):
+        got = torch.compile(ours, fullgraph=True, backend="eager")(**inputs, **more)
+        want = plain(**inputs, **more)
+        assert got.logits is None
+        torch.testing.assert_close(got.loss, want.loss)
+    torch._dynamo.reset()
+
+
 def test_a_recorded_tower_takes_other_segments(models: tuple[Any, Any, Any]) -> None:
     """make_fx records no longest segment of the example's."""
     block, plain = models[1].model.visual.blocks[0], models[0].model.visual.blocks[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, sum_noise
@@ -283,6 +286,39 @@ def test_a_parameter_in_the_memory_of_x_is_refused() -> None:
         with pytest.raises(ValueError, match="bias lies in the memory of x, which is written"):
             swiglu_(x, inside)
     add_rms_norm_(rows[:4], residual, rows[4], 1e-6, bias=rows[4])  # beside it
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["eager autograd", "compiled autograd"])
+def test_compiled_code_calls_them_and_adds_to_main_grad(autograd: bool) -> None:
+    """As without a compiler, for many sizes."""
+
+    def function(
+        x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        s, y = add_rms_norm_(x * 2, residual, gain, 1e-6, weight_grad="main_grad")
+        y = y + rms_norm(s, gain, 1e-6, weight_grad="main_grad")
+        return swiglu_(torch.cat([y, y], -1), bias, bias_grad="main_grad").square().sum()
+
+    compiler = functools.partial(torch.compile, backend="eager")
+    compiled = compiler(function)
+    totals = []
+    for make in (function, compiled):
+        parameters = [torch.nn.Parameter(torch.linspace(0.5, 1.5, n)) for n in (8, 16)]
+        for parameter in parameters:
+            parameter.main_grad = torch.zeros_like(parameter)
+        grads = []
+        for rows in range(3, 15):
+            x = torch.linspace(-1, 2, rows * 8).view(rows, 8).requires_grad_()
+            loss = make(x, x.detach() + 1, *parameters)
+            enabled = compiled_autograd._enable(compiler)
+            with enabled if autograd and make is compiled else contextlib.nullcontext():
+                loss.backward()
+            grads.append(x.grad)
+        assert all(p.grad is None for p in parameters)
+        totals.append([*grads, *(p.main_grad for p in parameters)])
+    for i, (got, want) in enumerate(zip(totals[1], totals[0], strict=True)):
+        torch.testing.assert_close(got, want, msg=lambda text, i=i: f"tensor {i}: {text}")
+    torch._dynamo.reset()
 
 
 def test_parameters_above_x_are_apart_for_a_compiler_too() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.numeric import assert_bitwise
@@ -131,3 +132,23 @@ def test_gradients_of_a_kept_graph_are_their_own(reduction: Any) -> None:
         torch.testing.assert_close(got, want)
         for gradient in got:
             gradient.data.mul_(2)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.25])
+def test_grad_scale_under_compiled_autograd(scale: float) -> None:
+    """main_grad was added to in the forward pass, with grad_scale: another one is an error."""
+    hidden = torch.randn(24, 32, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(50, 32))
+    weight.main_grad = torch.zeros_like(weight)
+    targets = torch.randint(0, 50, (24,))
+    plain = weight.detach().clone().requires_grad_()
+    linear_cross_entropy(hidden.detach(), plain, targets).mul(0.5).backward()
+    loss = linear_cross_entropy(hidden, weight, targets, weight_grad="main_grad", grad_scale=0.5)
+    with compiled_autograd._enable(partial(torch.compile, backend="eager")):
+        if scale == 0.5:
+            loss.mul(scale).backward()
+            torch.testing.assert_close(weight.main_grad, plain.grad)
+        else:
+            with pytest.raises(RuntimeError, match="the gradient of the loss is not grad_scale"):
+                loss.mul(scale).backward()
+    torch._dynamo.reset()

@@ -53,6 +53,26 @@ def test_tensors_do_not_overlap_and_return_their_memory():
     assert arena.used_bytes == arena.reserved_bytes == 0
 
 
+def test_trim_gives_back_what_nothing_uses():
+    arena = PinnedArena(slab_bytes=1 << 16)
+    first, second = (arena.zeros(1 << 16, torch.uint8) for _ in range(2))
+    slab = weakref.ref(arena._slabs[0])
+    del first
+    arena.trim()
+    assert slab() is None and arena.reserved_bytes == 1 << 16 and not second.any()
+
+
+def test_what_goes_back_to_the_device_leaves_no_slab():
+    param = torch.nn.Parameter(torch.randn(1000))
+    optimizer = HybridDeviceOptimizer([param])
+    param.grad = torch.randn(1000)
+    optimizer.step()
+    slab = weakref.ref(optimizer._host.arena._slabs[0])
+    optimizer.zero_grad()
+    optimizer.set_offload_fraction(0.0)
+    assert slab() is None
+
+
 def test_no_rounding_to_powers_of_two():
     arena = PinnedArena()
     big = arena.empty((129_500_000,), torch.uint8)

@@ -198,3 +198,25 @@ def test_an_abandoned_backward_pass_is_said_once(changed_rate: bool) -> None:
     steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
     assert steps == [1, 1, 2, 2]
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_compiled_program_calls_the_hooks_and_does_not_trace_them() -> None:
+    """Forward, backward and step in one compiled function."""
+    models = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs = torch.randn(4, 3, 16)
+    for model, compiled in zip(models, (False, True), strict=True):
+        optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-2, in_backward=True)
+
+        def train(
+            x: Tensor, model: Any = model, optimizer: HybridDeviceOptimizer = optimizer
+        ) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(train, backend="eager") if compiled else train
+        for x in inputs:
+            step(x)
+    torch._dynamo.reset()
+    assert_same_model(models[1], models[0])

@@ -83,7 +83,7 @@ class _Loss(torch.autograd.Function):
                 "the gradient of the loss is not grad_scale, with which weight.main_grad "
                 "was added to in the forward pass; give the right one, or no grad_scale"
             )
-            if on_cuda:  # seen there, and not waited for
+            if on_cuda or torch.compiler.is_compiling():  # seen there, and not waited for
                 torch._assert_async((grad == expected).all(), message)
             elif not is_traced() and not _same(grad, expected):
                 raise ValueError(message)

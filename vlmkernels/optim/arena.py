@@ -91,8 +91,9 @@ class PinnedArena:
     """Tensors in host memory, cut from slabs; page-locked where there is a CUDA device.
 
     A tensor's memory returns to its slab when the tensor and all views of it are gone, and a slab
-    to the system when nothing in it is used. Each tensor is a storage of its own: saving one saves
-    its bytes only. Any thread may allocate.
+    in which nothing is used to the system by the next call of `trim`, `empty` or a property: the
+    device has to be waited for, which can't be done wherever Python frees a tensor. Each tensor is
+    a storage of its own: saving one saves its bytes only. Any thread may allocate.
 
     Args:
         slab_bytes: size of a slab; what is larger gets one of its own. At most one slab's rest and
@@ -161,6 +162,11 @@ class PinnedArena:
             self._used -= size
             if slab.unused:
                 self._slabs.remove(slab)
+
+    def trim(self) -> None:
+        """Give slabs in which nothing is used back to the system."""
+        with self._lock:
+            self._drain()
 
     @property
     def used_bytes(self) -> int:

@@ -15,7 +15,7 @@ it has arrived, in a thread of its own, while the backward pass goes on.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +140,11 @@ class HostStep:
         pinned = {"pinned": self._arena.used_bytes, "pinned_peak": self._arena.peak_bytes}
         return {"host_state": found, **pinned}
 
+    def trim(self) -> None:
+        """Give memory that nothing uses any more back to the system."""
+        if self._arena is not None:
+            self._arena.trim()
+
     def make_shard(
         self,
         target: Tensor,
@@ -230,12 +235,19 @@ class HostStep:
         """One Adam step for each shard, whose gradients were begun.
 
         The device is told to wait for the new values with its next work. Returns when all steps
-        are made; the last new values may still be on their way H2D.
+        are made; the last new values may still be on their way H2D. What interrupts it (Ctrl-C)
+        leaves each target as its master, and gradients to be begun again.
         """
         order = [shard for shard in self._begun if shard in work]
         assert len(order) == len(work)
-        self._step_buckets({shard: work[shard] for shard in order}, grad_scale)
-        self._stepped(order)
+        try:
+            self._step_buckets({shard: work[shard] for shard in order}, grad_scale)
+            self._stepped(order)
+        except BaseException:
+            self.forget(order)  # a slot may hold a new value where its gradient was
+            for shard in order:
+                shard.target.copy_(shard.master)
+            raise
 
     def step_soon(self, settings: dict[str, Any], shard: Shard) -> None:
         """One Adam step for a shard whose gradient was begun and is final, as soon as it arrives.
@@ -262,9 +274,9 @@ class HostStep:
         """Return when all steps of `step_soon` are made: those shards. Else as `step`."""
         if self._bucket:
             self._start_bucket()
-        running, self._running = self._running, []
-        for future in running:
-            future.result()
+        while self._running:
+            wait(self._running[:1])  # where Ctrl-C ends it, the next call goes on
+            self._running.pop(0).result()
         shards, self.early = list(self.early), {}
         with torch.no_grad():
             self._stepped(shards)
@@ -291,7 +303,7 @@ class HostStep:
         tickets = {}
         for shard in shards:
             shard.grad = None
-            del self._begun[shard]
+            self._begun.pop(shard, None)
             for ticket in shard.h2d:
                 tickets[id(ticket)] = ticket
         for ticket in tickets.values():

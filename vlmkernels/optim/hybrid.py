@@ -175,6 +175,7 @@ class HybridDeviceOptimizer(AdamBase):
         order = preference(params, self.policy, self._arrival)
         self._fraction = fraction
         relocate(params, fraction, order, self._offloaded, lambda i, to: self._move(params[i], to))
+        self._host.trim()
 
     def _move(self, param: Tensor, to_host: bool) -> None:
         state = self.state.get(param)
@@ -330,6 +331,7 @@ class HybridDeviceOptimizer(AdamBase):
         finally:
             self._overlap = before
 
+    @torch.compiler.disable  # as step
     def _accumulated(self, param: Tensor) -> None:
         """A backward pass has the parameter's gradient."""
         self._arrival.setdefault(param)

@@ -169,8 +169,8 @@ class PackedSelfAttention(SelfAttention):
     """megatron-core's SelfAttention around VarlenCoreAttention, without its split of the fused
     projection: by qkv_attention on the CPU, apply_rotary_qkv and varlen_attention on CUDA.
 
-    With RotaryPackedSeqParams, queries and keys that are not normalized and a key/value head or
-    more a rank; else Megatron's own forward.
+    With RotaryPackedSeqParams, queries and keys that are not normalized, a key/value head or more
+    a rank and no activations of attention that are offloaded; else Megatron's own forward.
     """
 
     def forward(  # type: ignore[override]
@@ -190,6 +190,7 @@ class PackedSelfAttention(SelfAttention):
             or hidden_states.device.type not in ("cpu", "cuda")
             or (hidden_states.is_cuda and self.checkpoint_core_attention)
             or _normalizes(self)
+            or _offloads(self)
             or getattr(self.config, "attention_output_gate", False)
             or (self.config.num_query_groups or 0) < self.world_size
             or attention_mask is not None
@@ -221,6 +222,12 @@ def _normalizes(attention: SelfAttention) -> bool:
     return any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
 
 
+def _offloads(attention: SelfAttention) -> bool:
+    """Whether activations go to host memory (fine_grained_activation_offloading)."""
+    parts = ("qkv_linear", "core_attention", "attn_proj")
+    return any(getattr(attention, f"offload_{part}", False) for part in parts)
+
+
 class VisionSelfAttention(SelfAttention):
     """megatron-core's SelfAttention with vision_attention between its two projections.
 
@@ -239,6 +246,11 @@ class VisionSelfAttention(SelfAttention):
             raise ValueError(
                 "q_layernorm or k_layernorm normalizes (qk_layernorm, qk_l2_norm); "
                 "VisionSelfAttention normalizes no queries"
+            )
+        if _offloads(self):
+            raise ValueError(
+                "fine_grained_activation_offloading has offload_modules of attention; "
+                "VisionSelfAttention offloads none of them: take them out of offload_modules"
             )
         if not isinstance(self.core_attention, VarlenCoreAttention):
             raise ValueError(

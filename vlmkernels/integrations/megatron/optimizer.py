@@ -221,6 +221,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         relocate(
             mains, fraction, order, self._host.shards, lambda i, to: self._move(locations[i], to)
         )
+        self._host.trim()
 
     @torch.no_grad()
     def _move(self, location: _ShardLocation, to_host: bool) -> None:

@@ -6,7 +6,6 @@ B = batch, S = positions of a row, h = hidden size.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 import typing
@@ -56,7 +55,8 @@ class ModelWithLoss(Replacement):
         outputs = self.model(**kwargs, return_dict=True)
         kind = output_class(self.original)
         assert kind is not None
-        values = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(kind)}
+        # dataclasses.fields of a class would break torch.compile's graph.
+        values = {name: getattr(outputs, name, None) for name in kind.__dataclass_fields__}
         loss = _loss(outputs.last_hidden_state, weight, labels, kwargs)
         if with_routers:
             aux_loss = _aux_loss(self, outputs.router_logits, kwargs.get("attention_mask"))
