@@ -82,7 +82,8 @@ def enable(
         model: Qwen2VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration, Qwen3VLFor..,
             Qwen3VLMoeFor.., their base models, or a wrapper (peft) that has one of them among its
             modules. Its modules get other classes of the same names and its config becomes a copy,
-            so that a model that shares it keeps its attention.
+            so that a model that shares it keeps its attention. What holds `model` keeps its own:
+            pass the outermost one.
         vision, embedding, language, loss: which parts; see the head of this file. A language model
             with sliding windows keeps its attention.
 

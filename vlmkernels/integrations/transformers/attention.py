@@ -75,6 +75,11 @@ def attention(
     """
     check_model(module.config)
     batch, _, length, head_dim = query.shape
+    if attention_mask is None and kwargs.get("read_index") is not None:  # continuous batching
+        lengths = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+        attention_mask = _paged_mask(*lengths, length, key.shape[2])
+        options: dict[str, Any] = dict(scaling=scaling, dropout=dropout)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     segments = attention_mask is not None and attention_mask.dim() == 1
     kwargs.setdefault("output_attentions", getattr(module.config, "output_attentions", None))
     check_arguments(module, kwargs, segments)
@@ -214,6 +219,21 @@ def _block_mask(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     positions = torch.arange(batch * length, device=cu_seqlens.device)
     segment = torch.bucketize(positions, cu_seqlens[1:], right=True).view(batch, length)
     return (segment[:, :, None] == segment[:, None, :]).tril()[:, None]
+
+
+def _paged_mask(cu_queries: Tensor, cu_keys: Tensor, queries: int, keys: int) -> Tensor:
+    """bool [1, 1, Q, K] of sequences whose queries are their last tokens: causal in each. Rows
+    behind the last sequence see all, so that nothing of them is NaN."""
+    cu_queries, cu_keys = cu_queries.long(), cu_keys.long()
+    q, k = (torch.arange(n, device=cu_queries.device) for n in (queries, keys))
+    of_q, of_k = (
+        torch.bucketize(x, cu[1:], right=True) for x, cu in ((q, cu_queries), (k, cu_keys))
+    )
+    padding = of_q == len(cu_queries) - 1
+    # From its end on, a sequence's keys are as its queries.
+    before_end = cu_queries[1:][of_q.clamp(max=len(cu_queries) - 2)] - q
+    sees = k < (cu_keys[1:][of_q.clamp(max=len(cu_keys) - 2)] - before_end + 1)[:, None]
+    return ((of_q[:, None] == of_k) & sees | padding[:, None])[None, None]
 
 
 def known_max_seqlen(cu_seqlens: Tensor) -> int:

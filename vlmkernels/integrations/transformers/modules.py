@@ -212,10 +212,11 @@ class VisionAttention(Replacement):
         # What transformers records as a tower's attentions are these modules' results, and what
         # tells samples apart is the language model's.
         check_arguments(self, {**kwargs, "output_attentions": None, "seq_idx": None})
-        qkv = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
-        if qkv.dtype not in DTYPES:
+        drops = self.training and getattr(self, "attention_dropout", 0.0)
+        if drops or (qkv := self.qkv(hidden_states)).dtype not in DTYPES:
             kwargs.update(position_embeddings=position_embeddings)
             return super().forward(hidden_states, cu_seqlens, **kwargs)  # type: ignore[misc]
+        qkv = qkv.unflatten(1, (3, self.num_heads, -1))
         if not torch.compiler.is_compiling() and max_seqlen is None:
             learns = qkv.requires_grad and torch.is_grad_enabled()
             recorded = torch._C._len_torch_dispatch_stack() or not is_plain_tensor(cu_seqlens)
@@ -331,6 +332,9 @@ def _with_deepstack(model: Any, index: Tensor, deepstack: list[Tensor], **kwargs
         position_ids = model.compute_3d_position_ids(**given)
     for name in ("input_ids", "image_grid_thw", "video_grid_thw", "mm_token_type_ids"):
         kwargs.pop(name, None)
+    if has_hooks(model.language_model):  # they see what transformers' own forward passes
+        deepstack = [rows[index[index >= 0].to(rows.device)] for rows in deepstack]
+        index = (index >= 0).view(kwargs["inputs_embeds"].shape[:2])
     return model.language_model(
         input_ids=None,
         position_ids=position_ids,
@@ -383,16 +387,21 @@ def _embeddings(model: Any, ids: Tensor, features: dict[str, Tensor]) -> tuple[T
     table = model.get_input_embeddings()
     if is_plain(table, nn.Embedding) and _is_table(table):
         weight = table.weight
-        visual = torch.cat([r.to(weight.device, weight.dtype) for r in rows])
+        visual = _together(rows, weight)
         flat_ids, index = ids.reshape(-1).to(weight.device), index.to(weight.device)
         padding_idx = table.padding_idx
         flat = visual_embedding(flat_ids, weight, visual, index, padding_idx=padding_idx)
         return flat.view(*ids.shape, -1), index
     words = table(ids)
-    visual = torch.cat([r.to(words.device, words.dtype) for r in rows])
+    visual = _together(rows, words)
     scatter = scatter_visual if words.dtype in DTYPES else scatter_visual_reference
     flat = words.reshape(-1, words.shape[-1])
     return scatter(flat, visual, index.to(words.device)).view_as(words), index
+
+
+def _together(rows: list[Tensor], like: Tensor) -> Tensor:
+    """Cast when they are one tensor: torch.cat refuses the other 16-bit type than autocast's."""
+    return torch.cat(rows).to(like.device, like.dtype)
 
 
 def is_plain(module: Any, kind: Any) -> bool:

@@ -1,0 +1,98 @@
+"""Continuous batching, autocast, dropout and hooks: enabled or not, the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from tests.conftest import RUN_SEED
+from tests.integrations.test_enabled_model import logits
+from tests.integrations.test_transformers import FAMILIES, batch, sample
+from tests.kernels.numeric import assert_bitwise
+from tests.parity import reference as ref
+from vlmkernels.integrations import transformers as hf
+
+
+@pytest.fixture(params=FAMILIES)
+def models(request: pytest.FixtureRequest) -> list[Any]:
+    """(plain, enabled)"""
+    plain = ref.make_model(request.param, seed=RUN_SEED)
+    plain.set_attn_implementation("sdpa")
+    return [plain, hf.enable(copy.deepcopy(plain))]
+
+
+def test_continuous_batching(models: list[Any]) -> None:
+    """Sequences of several lengths, prefilled and decoded together."""
+    if not hasattr(models[0], "generate_batch"):
+        pytest.skip("this transformers has no generate_batch")
+    prompts = [torch.randint(10, 100, (n,)).tolist() for n in (12, 7, 30, 1)]
+    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+    answers = []
+    for model in models:
+        results = model.eval().generate_batch(
+            inputs=prompts, generation_config=options, progress_bar=False
+        )
+        answers.append([result.generated_tokens for result in results.values()])
+        assert all(answers[-1])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", ["all", "language model"])
+def test_autocast_to_another_type_of_16_bits(
+    models: list[Any], dtype: torch.dtype, parts: str
+) -> None:
+    if parts == "all" and any(isinstance(m, nn.LayerNorm) for m in models[0].modules()):
+        pytest.skip("torch's layer_norm takes no other 16-bit type than autocast's")
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    inputs = batch([sample("image"), sample("text"), sample("two images")])
+    losses = []
+    for model in models:
+        model.train()
+        (model if parts == "all" else model.model.language_model).to(dtype)
+        with torch.autocast("cpu", other):
+            losses.append(model(**inputs).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=2**-9, atol=0)
+
+
+def test_dropout_of_the_towers_attention(models: list[Any]) -> None:
+    inputs = batch([sample("image"), sample("text")])
+    losses: list[list[Tensor]] = []
+    for model in models:
+        model.train()
+        for block in model.model.visual.blocks:
+            block.attn.attention_dropout = 0.5
+        torch.manual_seed(RUN_SEED)
+        losses.append([model(**inputs).loss for _ in range(2)])
+    for plain, ours in zip(*losses, strict=True):
+        torch.testing.assert_close(ours, plain)
+    assert losses[1][0] != losses[1][1]
+
+
+def test_hooks_of_the_language_model_see_its_arguments(models: list[Any]) -> None:
+    """Qwen3-VL's rows of DeepStack, and where they go."""
+    inputs = batch([sample("image"), sample("text"), sample("two images")])
+    seen: list[dict[str, Any]] = []
+    got = []
+    for model in models:
+        handle = model.model.language_model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+        )
+        got.append(logits(model, inputs))
+        handle.remove()
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[1][real], got[0][real], rtol=1e-4, atol=1e-5)
+    theirs, ours = seen
+    where = theirs.get("visual_pos_masks")
+    if where is None:
+        pytest.skip(f"{type(models[0]).__name__} has no DeepStack")
+    assert_bitwise("where", ours["visual_pos_masks"], where)
+    name = "deepstack_visual_embeds"
+    for one, other in zip(ours[name], theirs[name], strict=True):
+        torch.testing.assert_close(one, other)
