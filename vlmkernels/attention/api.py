@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check_tensor, check_tensors
+from vlmkernels._native import DTYPES, check_tensor, check_tensors, is_whole
 from vlmkernels.attention.launch import check_varlen, check_vision, qkv_op, varlen_op, vision_op
 from vlmkernels.attention.select import flash_attn, keeping, machine_of, select
 from vlmkernels.layout import VisionLayout
@@ -70,7 +70,7 @@ def varlen_attention(
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     head_dim = q.shape[-1:].numel()
-    scale = _number(scale, head_dim)
+    scale, max_seqlen = _number(scale, head_dim), _length(max_seqlen)
     machine = machine_of(q.device)
     strides: tuple[int, ...] = ()
     if machine.device == "cuda":
@@ -95,7 +95,20 @@ def _number(scale: float | None, head_dim: int) -> float:
             "scale is a tensor that requires a gradient and would get none; multiply q by it and "
             "pass scale=1"
         )
-    return max(head_dim, 1) ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        return max(head_dim, 1) ** -0.5
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise ValueError(f"scale is {scale!r}; it must be a number") from None
+
+
+def _length(max_seqlen: object) -> int | None:
+    if max_seqlen is None or is_whole(max_seqlen):
+        return max_seqlen  # type: ignore[return-value]
+    if isinstance(max_seqlen, Tensor) and max_seqlen.numel() == 1:
+        return int(max_seqlen)  # on CUDA it waits for the device
+    raise ValueError(f"max_seqlen is {max_seqlen!r}; it must be a whole number")
 
 
 def longest_segment(cu_seqlens: Tensor) -> int:
@@ -193,7 +206,7 @@ def rotated_attention(
     if order is not None:
         check_tensors(order=order)
     head_dim = qkv.shape[-1]
-    scale = _number(scale, head_dim)
+    scale, max_seqlen = _number(scale, head_dim), _length(max_seqlen)
     machine = machine_of(qkv.device)
     strides = (qkv.stride(0), qkv.stride(-2)) if machine.device == "cuda" else ()
     permuted = order is not None
