@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from numbers import Integral
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch  # first: the native module then shares torch's OpenMP runtime and thread count
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _missing(name: str) -> None:
@@ -226,6 +228,11 @@ def without_transforms(name: str, function: Callable, *, maps: bool = False) -> 
         return function(*args)
 
     return call
+
+
+def not_traced(function: F) -> F:
+    """`function`, which compiled code calls and torch.compile does not trace."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]  # has no types
 
 
 #: Called before a kernel on the CPU: torch gives a thread its number of threads, which OpenMP keeps

@@ -28,6 +28,7 @@ from vlmkernels._native import (
     has_cuda_kernels,
     launch,
     main_grad_of,
+    not_traced,
     once,
     pointer,
     recorded,
@@ -158,7 +159,7 @@ def _kept(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _aligned(x.to(dtype))
 
 
-@torch.compiler.disable
+@not_traced
 def rms_norm_backward(
     dy: Tensor,
     ds: Tensor | None,
@@ -242,7 +243,7 @@ class _RMSNorm(torch.autograd.Function):
 _norm = recorded(_RMSNorm)
 
 
-@torch.compiler.disable
+@not_traced
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dense") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
@@ -311,7 +312,7 @@ class _AddRMSNorm(torch.autograd.Function):
 _add_norm = recorded(_AddRMSNorm)
 
 
-@torch.compiler.disable
+@not_traced
 def add_rms_norm_(
     x: Tensor,
     residual: Tensor | None,
@@ -368,7 +369,7 @@ def add_rms_norm_(
     return _add_norm(x, residual, seen, seen_bias, values, eps)
 
 
-@torch.compiler.disable
+@not_traced
 def swiglu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -445,7 +446,7 @@ class _SwiGLU(torch.autograd.Function):
 _swiglu = recorded(_SwiGLU)
 
 
-@torch.compiler.disable
+@not_traced
 def swiglu_(
     x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense", padding: int = 0
 ) -> Tensor:

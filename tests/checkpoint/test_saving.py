@@ -136,6 +136,36 @@ def test_the_best_checkpoint_stays(model, conversations, tmp_path):  # noqa: F81
     assert (output / "checkpoints" / "best").read_text() == f"step-{new:08d}\n"
 
 
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_until_another_held_out_set_has_one(
+    model,  # noqa: F811
+    conversations,  # noqa: F811
+    tmp_path,
+):
+    """A run that is stopped before its first evaluation on the other data."""
+    output, samples = tmp_path / "run", json.loads(conversations.read_text())
+    data = {name: tmp_path / f"{name}.json" for name in "ab"}
+    data["a"].write_text(json.dumps(samples[:2]))
+    data["b"].write_text(json.dumps(samples[6:8]))
+    arguments = options(model, conversations, output, "--checkpoint.every=1")
+    arguments += ["--checkpoint.keep=1", "--checkpoint.keep_best"]
+    done = run_cli(
+        [*arguments, "--train.steps=2", f"--evaluate.data={data['a']}", "--evaluate.every=1"]
+    )
+    assert done.code == 0, done.output
+    best = (output / "checkpoints" / "best").read_text().strip()
+    process = start(
+        [*arguments, "--train.steps=400", "--checkpoint.resume=latest"]
+        + [f"--evaluate.data={data['b']}", "--evaluate.every=400"]
+    )
+    wait_for_step(output, 6, process)
+    process.send_signal(signal.SIGTERM)
+    assert "begins anew" in process.communicate(timeout=100)[0]
+    assert (output / "checkpoints" / "best").read_text().strip() == best
+    assert (output / "checkpoints" / best).is_dir()
+    assert find(output / "checkpoints", "best") == output / "checkpoints" / best
+
+
 def test_a_files_checksum_is_made_while_it_is_written(tmp_path):
     file = SummedFile(tmp_path / "a")
     for part in (b"", b"abc", bytes(20_000_000), memoryview(b"xyz")):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -16,6 +17,7 @@ from tests.integrations.test_transformers import FAMILIES, batch, sample
 from tests.kernels.numeric import assert_bitwise
 from tests.parity import reference as ref
 from vlmkernels.integrations import transformers as hf
+from vlmkernels.integrations.transformers.modules import _together
 
 
 @pytest.fixture(params=FAMILIES)
@@ -28,14 +30,18 @@ def models(request: pytest.FixtureRequest) -> list[Any]:
 
 def test_continuous_batching(models: list[Any]) -> None:
     """Sequences of several lengths, prefilled and decoded together."""
-    if not hasattr(models[0], "generate_batch"):
-        pytest.skip("this transformers has no generate_batch")
+    config = getattr(transformers, "ContinuousBatchingConfig", None)
+    if config is None:
+        pytest.skip("this transformers has no ContinuousBatchingConfig")
     prompts = [torch.randint(10, 100, (n,)).tolist() for n in (12, 7, 30, 1)]
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
     answers = []
     for model in models:
         results = model.eval().generate_batch(
-            inputs=prompts, generation_config=options, progress_bar=False
+            inputs=prompts,
+            generation_config=options,
+            continuous_batching_config=config(num_blocks=16, max_batch_tokens=64),
+            progress_bar=False,
         )
         answers.append([result.generated_tokens for result in results.values()])
         assert all(answers[-1])
@@ -59,6 +65,14 @@ def test_autocast_to_another_type_of_16_bits(
             losses.append(model(**inputs).loss)
         losses[-1].backward()
     torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=2**-9, atol=0)
+
+
+def test_rows_of_two_types_under_autocast() -> None:
+    """As of images that were encoded before, beside videos."""
+    rows = [torch.ones(2, 3).half(), torch.full((1, 3), 2.0).bfloat16()]
+    with torch.autocast("cpu", torch.float16):
+        got = _together(rows, torch.ones(1, dtype=torch.bfloat16))
+    assert_bitwise("rows", got, torch.tensor([[1.0] * 3, [1.0] * 3, [2.0] * 3]).bfloat16())
 
 
 def test_dropout_of_the_towers_attention(models: list[Any]) -> None:

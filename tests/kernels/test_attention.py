@@ -395,14 +395,15 @@ def test_no_tokens(lengths):
     assert [tuple(x.shape) for x in result.values()] == [(0, 4, 16)] * 2 + [(0, 2, 16)] * 2
 
 
+@pytest.mark.parametrize("scale", [0.25, -0.25])
 @pytest.mark.parametrize("causal", [False, True])
-def test_sdpa_means_the_same(causal: bool):
+def test_sdpa_means_the_same(causal: bool, scale: float):
     """It is device-agnostic torch code, and can be asked for."""
     lengths = [30, 0, 41]
     q, k, v, dout = make(lengths, 4, 2, 16)
     cu = offsets(lengths)
-    ours = outputs(varlen_attention, q, k, v, dout, cu, causal=causal, scale=0.25, backend="sdpa")
-    expected = outputs(varlen_attention_reference, q, k, v, dout, cu, causal=causal, scale=0.25)
+    ours = outputs(varlen_attention, q, k, v, dout, cu, causal=causal, scale=scale, backend="sdpa")
+    expected = outputs(varlen_attention_reference, q, k, v, dout, cu, causal=causal, scale=scale)
     for name in expected:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
 

@@ -11,23 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_bitwise
-from vlmkernels.optim import HybridDeviceOptimizer, host_step
+from vlmkernels.optim import HybridDeviceOptimizer, host_step, hybrid
 from vlmkernels.optim.transfer import HostTransfers
 
 
 class Interrupted(HostTransfers):
-    """Ctrl-C where the `last`-th copy to the device is asked for, before it is made or after."""
+    """Ctrl-C where the `last`-th copy in one direction is asked for, before it is made or after."""
 
-    def __init__(self, last: int, after: bool) -> None:
-        self.left, self.after = last, after
+    def __init__(self, last: int, after: bool, way: str = "h2d") -> None:
+        self.left, self.after, self.way = last, after, way
+
+    def copy(self, way: str, *tensors: Any) -> Any:
+        self.left -= way == self.way
+        stops = way == self.way and self.left == 0
+        if self.after or not stops:
+            getattr(HostTransfers, way)(self, *tensors)
+        if stops:
+            raise KeyboardInterrupt
 
     def h2d(self, sources: list[Tensor], targets: list[Tensor], unread: bool = False) -> Any:
-        self.left -= 1
-        if self.left != 0:
-            return super().h2d(sources, targets)
-        if self.after:
-            super().h2d(sources, targets)
-        raise KeyboardInterrupt
+        return self.copy("h2d", sources, targets)
+
+    def d2h(self, sources: list[Tensor], targets: list[Tensor], after: Any = None) -> Any:
+        return self.copy("d2h", sources, targets)
 
 
 def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -41,19 +47,23 @@ def fill(params: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("last", [1, 2, 3])
+@pytest.mark.parametrize("way", ["h2d", "d2h"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_interrupted_step_can_be_saved_and_repeated(
-    dtype: torch.dtype, last: int, after: bool
+    dtype: torch.dtype, way: str, last: int, after: bool
 ) -> None:
     """A copy for each tensor; the gradient, always the same, says what a moment is after k steps:
     the weight that lies in a gradient's slot after a step is a thousand times as large."""
     params = params_of(dtype)
-    transfers = Interrupted(last, after)
+    transfers = Interrupted(0, after, way)
     optimizer = HybridDeviceOptimizer(params, lr=1e-2, bucket_bytes=8, transfers=transfers)
     fill(params)
+    optimizer.step()  # slots hold weights from here on
+    transfers.left = last
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    assert [float(optimizer.state[p]["step"]) for p in params] == [1] * last + [0] * (3 - last)
+    made = last if way == "h2d" else 0
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2] * made + [1] * (3 - made)
 
     twins = params_of(dtype)
     with torch.no_grad():
@@ -81,6 +91,26 @@ def test_an_interrupted_large_tensor_is_as_its_master() -> None:
         optimizer.step()
     optimizer.check_masters()
     assert (param[:4096] > 1).all() and (param[4096:] == 1).all()
+
+
+def test_a_parameter_that_stays_on_the_device_is_as_its_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on CUDA, where one is written after the other."""
+    params = params_of(torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(params, offload_fraction=0.0)
+
+    def half(*_: Any) -> None:
+        for param in params:
+            optimizer.state[param]["master"].add_(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hybrid, "step_on_host", half)
+    fill(params)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.check_masters()
+    assert all((param == 2).all() for param in params)
 
 
 def test_a_step_that_was_interrupted_waits_when_it_is_asked_for_again(

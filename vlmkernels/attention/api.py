@@ -125,6 +125,8 @@ def _sdpa(
             f"cu_seqlens runs from {offsets[0]} to {offsets[-1]}; it must start at 0, never "
             f"decrease and end at q's number of tokens, {q.shape[0]}"
         )
+    if scale < 0:  # torch's sdpa masks before it scales: NaN
+        q, scale = -q, -scale
     sizes = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
     parts = [
         torch.nn.functional.scaled_dot_product_attention(

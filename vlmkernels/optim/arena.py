@@ -90,10 +90,10 @@ class _Slab:
 class PinnedArena:
     """Tensors in host memory, cut from slabs; page-locked where there is a CUDA device.
 
-    A tensor's memory returns to its slab when the tensor and all views of it are gone, and a slab
-    in which nothing is used to the system by the next call of `trim`, `empty` or a property: the
-    device has to be waited for, which can't be done wherever Python frees a tensor. Each tensor is
-    a storage of its own: saving one saves its bytes only. Any thread may allocate.
+    A tensor's memory returns to its slab when the tensor and all views of it are gone. A slab in
+    which nothing is used returns to the system at the next call of `trim`, `empty` or a property:
+    the device has to be waited for, which can't be done wherever Python frees a tensor. Each tensor
+    is a storage of its own: saving one saves its bytes only. Any thread may allocate.
 
     Args:
         slab_bytes: size of a slab; what is larger gets one of its own. At most one slab's rest and

@@ -182,19 +182,21 @@ class HostStep:
                 first, filled = last, 0
 
     def _begin(self, shards: list[Shard], grads: list[Tensor], after: Waitable | None) -> None:
-        begun = self._begun
-        for shard, grad in zip(shards, grads, strict=True):
+        for shard in shards:
+            shard.grad = None  # where Ctrl-C comes before the end, it is begun again
             if shard.d2h is not None or shard.h2d:
                 self._settle(shard)
-            shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
-            begun.pop(shard, None)
-            begun[shard] = None
         full = [shard for shard in shards if shard.slot.numel()]
         if full:
             sources = [grad for grad in grads if grad.numel()]
             ticket = self.transfers.d2h(sources, [shard.slot for shard in full], after)
             for shard in full:
                 shard.d2h = ticket
+        for shard, grad in zip(shards, grads, strict=True):
+            self._begun.pop(shard, None)
+            self._begun[shard] = None
+            shard.version, shard.factor = grad._version, 1.0
+            shard.grad = grad
 
     def before_change(self) -> None:
         """The device is about to change gradients in place: it waits until those that were begun

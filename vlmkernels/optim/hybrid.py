@@ -444,14 +444,22 @@ class HybridDeviceOptimizer(AdamBase):
         """Parameters whose state is on their own device."""
         if not params:
             return
-        if params[0].device.type != "cpu":
-            masters = [self._masters.of(p) for p in params]
-            step_on_device(settings, params, masters, [self.state[p] for p in params], scale)
-            return
-        pointers = [self._known[id(p)][1] for p in params]
-        step_on_host(settings, params, pointers, self.moments, scale)
-        for param in [p for p in params if not p.is_contiguous()]:
-            param.copy_(self._masters.of(param))
+        on_device = params[0].device.type != "cpu"
+        # Those that the step itself does not write.
+        left = [] if on_device else [p for p in params if not p.is_contiguous()]
+        try:
+            if on_device:
+                masters = [self._masters.of(p) for p in params]
+                step_on_device(settings, params, masters, [self.state[p] for p in params], scale)
+            else:
+                pointers = [self._known[id(p)][1] for p in params]
+                step_on_host(settings, params, pointers, self.moments, scale)
+        except BaseException:  # Ctrl-C may leave any of them behind its master
+            left = params
+            raise
+        finally:
+            for param in left:
+                param.copy_(self._masters.of(param))
 
     def _check_early(
         self, settings: list[dict[str, Any]], grad_scale: float, found_inf: bool | Tensor | None

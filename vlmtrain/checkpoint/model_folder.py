@@ -17,7 +17,7 @@ from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
 from vlmtrain.core.files import CheckpointError
-from vlmtrain.core.run_folder import model_of, newest_in, pointed_at
+from vlmtrain.core.run_folder import model_of, newest_in
 from vlmtrain.models.family import read_spec
 
 
@@ -27,7 +27,9 @@ def newest(folder: Path) -> Path:
     folder = model_of(folder)
     if (folder / "config.json").is_file() or is_adapter(folder):
         return folder  # `latest` may stand beside it: DeepSpeed's
-    return (pointed_at(folder) if folder.name == "best" else newest_in(folder)) or folder
+    if folder.name == "best" and folder.is_file():
+        return folder.parent / folder.read_text(encoding="utf-8").strip()
+    return newest_in(folder) or folder
 
 
 def described(model: Path) -> Path:

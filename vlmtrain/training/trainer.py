@@ -327,7 +327,8 @@ class Trainer:
         if best and (checkpoint.parent / name_of(best["step"])).is_dir():
             self.best = best
             if self.config.checkpoint.keep_best and best.get("data") not in (None, self.held_out):
-                self.best = None
+                # Any loss is lower; until there is one, the checkpoint stays.
+                self.best = {"step": best["step"], "loss": math.inf, "data": self.held_out}
                 if dist.get_rank() == 0:
                     say(
                         f"step {best['step']}, the best so far, was measured on other held-out "

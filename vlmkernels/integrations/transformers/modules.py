@@ -400,8 +400,9 @@ def _embeddings(model: Any, ids: Tensor, features: dict[str, Tensor]) -> tuple[T
 
 
 def _together(rows: list[Tensor], like: Tensor) -> Tensor:
-    """Cast when they are one tensor: torch.cat refuses the other 16-bit type than autocast's."""
-    return torch.cat(rows).to(like.device, like.dtype)
+    """Cast to like's type when they are one tensor: under autocast torch.cat refuses the other type
+    of 16 bits, which that may be."""
+    return torch.cat([r.to(like.device, rows[0].dtype) for r in rows]).to(like.dtype)
 
 
 def is_plain(module: Any, kind: Any) -> bool:

@@ -307,12 +307,11 @@ def find(folder: Path, resume: str) -> Path | None:
             raise CheckpointError(f"{path} does not exist; {have}")
     step = int(path.name[-8:])
     others = [s for s in line if s < step] or [s for s in line if s > step]
-    verify_manifest(
-        path,
-        f"; resume from another with --checkpoint.resume {others[-1]}"
-        if others
-        else "; there is no other checkpoint to resume from",
-    )
+    before = [s for s in steps if s not in line and s != step]  # of a run gone back from
+    hint = "there is no other checkpoint to resume from"
+    if others or before:
+        hint = f"resume from another with --checkpoint.resume {(others or before)[-1]}"
+    verify_manifest(path, f"; {hint}")
     return path
 
 
