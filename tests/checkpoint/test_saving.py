@@ -46,11 +46,11 @@ def test_which_checkpoints_go(steps, keep, every, best, gone):
 
 def test_a_run_that_was_gone_back_from_is_not_gone_on_from(tmp_path):
     """Steps 1 to 7, then back to 1, from where another run saves 4 and 8."""
-    lines = {step: list(range(1, step + 1)) for step in (1, 2, 3, 5, 6, 7)}
+    histories = {step: list(range(1, step + 1)) for step in (1, 2, 3, 5, 6, 7)}
     paths = {step: tmp_path / f"step-{step:08d}" for step in range(1, 9)}
-    for step, line in {**lines, 4: [1, 4], 8: [1, 4, 8]}.items():
+    for step, history in {**histories, 4: [1, 4], 8: [1, 4, 8]}.items():
         paths[step].mkdir()
-        write_common(paths[step], {"line": line})
+        write_common(paths[step], {"history": history})
         write_json(paths[step] / MANIFEST, manifest_of(paths[step]))
     assert go_on_from(paths[8]) == [1, 4, 8]
     assert find(tmp_path, "latest") == newest(tmp_path) == paths[8]
@@ -68,8 +68,8 @@ def test_a_run_that_was_gone_back_from_is_not_gone_on_from(tmp_path):
     assert find(tmp_path, "latest") == newest(tmp_path) == paths[6]
 
 
-def test_a_run_from_before_its_line_was_kept(tmp_path):
-    """It is taken to have come by all earlier steps."""
+def test_a_run_from_before_its_history_was_kept(tmp_path):
+    """All earlier steps are taken to be its own."""
     for step in (1, 2, 3):
         path = tmp_path / f"step-{step:08d}"
         path.mkdir()
@@ -201,7 +201,7 @@ def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  #
         verify_manifest(output / "checkpoints" / f"step-{step:08d}")
     assert not (output / "hf").exists()
     names = {p.name for p in (output / "checkpoints").iterdir()}
-    assert names == {"latest", "line", *(f"step-{s:08d}" for s in steps)}
+    assert names == {"latest", "history", *(f"step-{s:08d}" for s in steps)}
     # The checkpoint that --model names stays: its config and tokenizer go into those that follow.
     source = output / "checkpoints" / f"step-{done:08d}"
     again = run_cli(

@@ -103,9 +103,9 @@ def _number(scale: float | None, head_dim: int) -> float:
         raise ValueError(f"scale is {scale!r}; it must be a number") from None
 
 
-def _length(max_seqlen: object) -> int | None:
+def _length(max_seqlen: int | None) -> int | None:
     if max_seqlen is None or is_whole(max_seqlen):
-        return max_seqlen  # type: ignore[return-value]
+        return max_seqlen
     if isinstance(max_seqlen, Tensor) and max_seqlen.numel() == 1:
         return int(max_seqlen)  # on CUDA it waits for the device
     raise ValueError(f"max_seqlen is {max_seqlen!r}; it must be a whole number")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vlmkernels._native import describe, overlap
+from vlmkernels._native import describe, not_traced, overlap
 
 from .base import AdamBase
 from .checks import (
@@ -186,7 +186,7 @@ class CPUAdam(AdamBase):
         check_gradients(params, grads)
         return math.sqrt(sum_of_squares(g if is_dense(g) else g.contiguous() for g in grads))
 
-    @torch.compiler.disable  # called by compiled programs, not traced
+    @not_traced
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vlmkernels._native import describe
+from vlmkernels._native import describe, not_traced
 
 from .base import AdamBase
 from .checks import check_gradient, check_gradients, check_memory, is_step
@@ -331,7 +331,7 @@ class HybridDeviceOptimizer(AdamBase):
         finally:
             self._overlap = before
 
-    @torch.compiler.disable  # as step
+    @not_traced
     def _accumulated(self, param: Tensor) -> None:
         """A backward pass has the parameter's gradient."""
         self._arrival.setdefault(param)
@@ -377,7 +377,7 @@ class HybridDeviceOptimizer(AdamBase):
         self._host.forget(self._host.shards.values())
         super().zero_grad(set_to_none)
 
-    @torch.compiler.disable  # called by compiled programs, not traced
+    @not_traced
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,

@@ -29,17 +29,17 @@ def pointed_at(pointer: Path) -> Path | None:
     return path if _NAME.fullmatch(named) and path.is_dir() else None
 
 
-def line_in(folder: Path) -> list[int]:
-    """`complete`, without those that the run of `latest` did not come by: of a run that has been
-    gone back from. The file `line` names the ones that it did."""
-    file = folder / "line"
+def history_in(folder: Path) -> list[int]:
+    """Of `complete` those of the run that `latest` belongs to, as the file `history` names them, and
+    none of a run that was gone back from."""
+    file = folder / "history"
     names = file.read_text(encoding="utf-8").split() if file.is_file() else None
     return [step for step in complete(folder) if names is None or name_of(step) in names]
 
 
 def newest_in(folder: Path) -> Path | None:
     """Of OUTPUT/checkpoints the one that `latest` names, or where that is gone the one before."""
-    steps = line_in(folder)
+    steps = history_in(folder)
     return pointed_at(folder / "latest") or (folder / name_of(steps[-1]) if steps else None)
 
 

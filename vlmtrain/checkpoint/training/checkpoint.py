@@ -3,7 +3,7 @@
 OUTPUT/checkpoints/step-00000100/   a Megatron checkpoint (torch_dist.py) + config and tokenizer
                                     files + manifest.json with sizes and checksums
 OUTPUT/checkpoints/latest           the name of the newest complete one
-OUTPUT/checkpoints/line             the names of those that the run has come by, it last
+OUTPUT/checkpoints/history          the names of those of the run so far, it last
 OUTPUT/checkpoints/best             that of the one with the lowest held-out loss, if it is kept
 
 A save copies the state to host memory (training waits for that only), then a thread of each rank
@@ -56,7 +56,7 @@ from vlmtrain.core.files import (
     write_json,
     write_text,
 )
-from vlmtrain.core.run_folder import complete, line_in, name_of, newest_in, pointed_at
+from vlmtrain.core.run_folder import complete, history_in, name_of, newest_in, pointed_at
 
 _LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped)$")
 
@@ -90,9 +90,9 @@ class Saver:
             for path in folder.iterdir():  # of a run that was killed
                 if _LEFTOVER.match(path.name):
                     shutil.rmtree(path, ignore_errors=True)
-        self._line: list[int] = []  # steps of the checkpoints that the run has come by
+        self._history: list[int] = []  # steps of the run's checkpoints so far
         if resume is not None:
-            self._line = on_first_rank(partial(go_on_from, resume))
+            self._history = on_first_rank(partial(go_on_from, resume))
 
     def start(
         self,
@@ -176,9 +176,9 @@ class Saver:
         work, target = writer.work, writer.target
         known = {name: entry for _, files, _ in results for name, entry in files.items()}
         write_metadata(work, [chunk for chunks, _, _ in results for chunk in chunks])
-        line = [step for step in self._line if (self.folder / name_of(step)).is_dir()]
-        line.append(writer.common["step"])
-        write_common(work, {**writer.common, "line": line})
+        history = [step for step in self._history if (self.folder / name_of(step)).is_dir()]
+        history.append(writer.common["step"])
+        write_common(work, {**writer.common, "history": history})
         self.source.write(work, writer.dtype, self.adapt)
         write_json(work / MANIFEST, manifest_of(work, known))
         for path in work.iterdir():
@@ -186,14 +186,14 @@ class Saver:
                 fsync_path(path)
         fsync_path(work)
         replace_folder(work, target)
-        self._line = line
-        _point(self.folder, line)
+        self._history = history
+        _point(self.folder, history)
         best = (writer.common.get("best") or {}).get("step")
         if best is not None:
             write_text(self.folder / "best", name_of(best) + "\n")
         # Those of later steps were left by a run that went on from before them: not its to judge.
-        steps = [step for step in complete(self.folder) if step <= line[-1]]
-        steps.sort(key=line.__contains__)  # those of earlier steps go first
+        steps = [step for step in complete(self.folder) if step <= history[-1]]
+        steps.sort(key=history.__contains__)  # those of a run gone back from go first
         source = self.source.folder.resolve()  # may be one of them: the next start reads it
         for step in droppable(steps, self.keep, self.keep_every, best):
             if (self.folder / name_of(step)).resolve() in (source, *source.parents):
@@ -286,13 +286,13 @@ def find(folder: Path, resume: str) -> Path | None:
     """
     if resume == "none":
         return None
-    steps, line = complete(folder), line_in(folder)
+    steps, history = complete(folder), history_in(folder)
     if resume == "latest":
         path = newest_in(folder)
         if path is None and steps:
             raise CheckpointError(
-                f"{folder} holds no checkpoint that the run has come by since it went back to an "
-                f"earlier step; name one of steps {steps} with --checkpoint.resume"
+                f"{folder} holds no checkpoint of the run since it went back to an earlier step; "
+                f"name one of steps {steps} with --checkpoint.resume"
             )
         if path is None:
             return None
@@ -306,8 +306,8 @@ def find(folder: Path, resume: str) -> Path | None:
             have = f"there are steps {steps}" if steps else "there is none"
             raise CheckpointError(f"{path} does not exist; {have}")
     step = int(path.name[-8:])
-    others = [s for s in line if s < step] or [s for s in line if s > step]
-    before = [s for s in steps if s not in line and s != step]  # of a run gone back from
+    others = [s for s in history if s < step] or [s for s in history if s > step]
+    before = [s for s in steps if s not in history and s != step]  # of a run gone back from
     hint = "there is no other checkpoint to resume from"
     if others or before:
         hint = f"resume from another with --checkpoint.resume {(others or before)[-1]}"
@@ -317,19 +317,19 @@ def find(folder: Path, resume: str) -> Path | None:
 
 def go_on_from(path: Path) -> list[int]:
     """From here on `path` is what `latest` means, though its folder may hold later steps; returns
-    the steps of the checkpoints that its run had come by, and its own."""
+    the steps of its run's checkpoints up to it."""
     folder, step = path.parent, int(path.name[-8:])
-    known = read_common(path).get("line", complete(folder))
-    line = [*(s for s in known if s < step), step]
+    known = read_common(path).get("history", complete(folder))
+    history = [*(s for s in known if s < step), step]
     with replacing(folder / "latest"):
-        _point(folder, line)
-    return line
+        _point(folder, history)
+    return history
 
 
-def _point(folder: Path, line: list[int]) -> None:
-    """Make the last of `line` the latest."""
-    write_text(folder / "line", "".join(name_of(step) + "\n" for step in line))
-    write_text(folder / "latest", name_of(line[-1]) + "\n")
+def _point(folder: Path, history: list[int]) -> None:
+    """Make the last of `history` the latest."""
+    write_text(folder / "history", "".join(name_of(step) + "\n" for step in history))
+    write_text(folder / "latest", name_of(history[-1]) + "\n")
 
 
 def loader_state(path: Path) -> dict[str, Any] | None:
