@@ -30,8 +30,8 @@ def pointed_at(pointer: Path) -> Path | None:
 
 
 def history_in(folder: Path) -> list[int]:
-    """Of `complete` those of the run that `latest` belongs to, as the file `history` names them, and
-    none of a run that was gone back from."""
+    """Of `complete` those of the run that `latest` belongs to, as the file `history` names them.
+    Of a run that was gone back from there are none."""
     file = folder / "history"
     names = file.read_text(encoding="utf-8").split() if file.is_file() else None
     return [step for step in complete(folder) if names is None or name_of(step) in names]
