@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.kernels.numeric import assert_bitwise
 from vlmkernels import CPUAdam, HybridDeviceOptimizer
@@ -73,6 +73,27 @@ def shards_are_stepped(rank: int) -> None:
                     assert_bitwise(key, moment.to_local(), expected.to_local())
 
 
+def gradients_are_spread(rank: int) -> None:
+    """As transformers' tensor parallelism (the whole of an embedding's) and torch's (a share of the
+    sum) leave them."""
+    for placement in (Replicate(), Partial(), Shard(1)):
+        ours, theirs = sharded(4), sharded(4)
+        optimizers = (
+            CPUAdam(ours.parameters(), lr=0.1),
+            torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=True),
+        )
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            weight = model[0].weight
+            whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(7))
+            if isinstance(placement, Partial):
+                share = whole * (rank + 1) / 3
+                weight.grad = DTensor.from_local(share, weight.device_mesh, [placement])
+            else:
+                weight.grad = distribute_tensor(whole, weight.device_mesh, [placement])
+            optimizer.step()
+        assert_bitwise(str(placement), ours[0].weight.to_local(), theirs[0].weight.to_local())
+
+
 def refused(call: Any, *words: str) -> None:
     try:
         call()
@@ -101,7 +122,8 @@ def what_shards_are_refused() -> None:
     state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
     refused(optimizer.step, "exp_avg of a parameter is spread as (Replicate()", "redistribute")
     del optimizer.state[model[0].weight]
-    model[0].weight.grad = model[0].weight.grad.redistribute(placements=[Replicate()])
+    other = init_device_mesh("cpu", (1, 2))
+    model[0].weight.grad = distribute_tensor(torch.ones(5, 6), other)
     refused(optimizer.step, "a gradient is spread as (Replicate()", "redistribute")
     plain = nn.Parameter(torch.zeros(6))
     plain.decoupled_grad = distribute_tensor(  # type: ignore[attr-defined]
@@ -127,6 +149,7 @@ def main() -> None:
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_bitwise(train.__name__, a.detach(), b.detach())
     shards_are_stepped(rank)
+    gradients_are_spread(rank)
     what_shards_are_refused()
     dist.destroy_process_group()
     launch.leave(0)

@@ -130,6 +130,15 @@ def local_as(name: str, x: Any, param: Any) -> Any:
     return x
 
 
+def gradient_as(grad: Any, param: Any) -> Any:
+    """As `local_as`, of a gradient, which is first spread as its parameter is, as torch's Adam does
+    (transformers' tensor parallelism leaves an embedding's whole gradient on each rank)."""
+    if is_sharded(type(grad)) and is_sharded(type(param)):
+        if grad.placements != param.placements and grad.device_mesh == param.device_mesh:
+            grad = grad.redistribute(placements=param.placements)
+    return local_as("a gradient", grad, param)
+
+
 def is_dense(x: Tensor) -> bool:
     """Its elements fill one piece of memory without gaps or overlaps, in any order."""
     if x.is_contiguous():

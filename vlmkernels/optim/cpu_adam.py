@@ -27,6 +27,7 @@ from .base import AdamBase
 from .checks import (
     check_gradients,
     check_memory,
+    gradient_as,
     is_dense,
     is_host,
     is_sharded,
@@ -240,7 +241,7 @@ class CPUAdam(AdamBase):
             return batch
         shards = params
         if any(map(is_sharded, set(map(type, params)))):
-            grads = [local_as("a gradient", g, p) for g, p in zip(grads, params, strict=True)]
+            grads = list(map(gradient_as, grads, params))
             shards = list(map(local, params))
         keep += batch.add(shards, grads, list(islice(rows, len(params))))
         return batch
