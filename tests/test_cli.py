@@ -214,8 +214,9 @@ def test_bad_recipe(text, names, tmp_path):
 
 
 def test_recipe_fills_the_same_fields(tmp_path):
+    """A mark of UTF-8 in front, as editors on Windows write, is none of it."""
     path = tmp_path / "recipe.toml"
-    path.write_text("nproc = 4\n[parallel]\ntext_layers = [1, 3]\n[optimizer]\nlr = 1\n")
+    path.write_text("\ufeffnproc = 4\n[parallel]\ntext_layers = [1, 3]\n[optimizer]\nlr = 1\n")
     read = from_toml(path, TrainConfig(model=tmp_path, data="a", output=tmp_path))
     assert read.nproc == 4 and read.parallel.text_layers == (1, 3)
     assert read.optimizer.lr == 1.0 and isinstance(read.optimizer.lr, float)

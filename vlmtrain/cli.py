@@ -3,13 +3,14 @@ which is imported when it is asked for, so that no `--help` waits for another co
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from vlmtrain.core.errors import UsageError, UserError
+from vlmtrain.core.errors import UsageError, UserError, discard_output, said_by_system
 from vlmtrain.core.launch import leave, let_rank_0_speak
 
 _USAGE = """usage: vlmtrain COMMAND [options]
@@ -72,8 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever read the output has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 1
+    except OSError as error:
+        if not (said := said_by_system(error)):
+            raise
+        return _fail(said, 1)
 
 
 def _fail(message: str, code: int) -> int:
@@ -92,12 +97,26 @@ def _not_installed(command: str, error: ModuleNotFoundError) -> str:
     )
 
 
+def _open_standard_streams() -> None:
+    """Those that are closed lead nowhere, or the next files that are opened would be in their
+    places; what their encoding has not is written as an escape."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run() -> None:
     """The command `vlmtrain`: `main`, and the end of this process.
 
     Its processes (`python -m vlmtrain.cli`) get the packages that this one has, and not those of
     the current folder, which may be a clone beside an installed package (Python 3.11 and later).
     """
+    _open_standard_streams()
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.exit(leave(main()))

@@ -180,6 +180,16 @@ def test_everything_frozen(capsys, model, conversations, tmp_path):
     assert "nothing to train" in message
 
 
+def test_a_frozen_language_model_and_no_images(capsys, model, samples, tmp_path):
+    texts = [sample for sample in samples if not sample.get("image")]
+    assert texts
+    data = write(tmp_path, texts)
+    message = refused(
+        capsys, options(model, data, tmp_path / "run", "--freeze.language"), tmp_path / "run"
+    )
+    assert f"none of the {len(texts)} samples of {data} has an image" in message
+
+
 def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
@@ -271,6 +281,15 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
     go_on_from(abandoned)
     with pytest.raises(CheckpointError, match="step-00000009"):
         find(output / "checkpoints", "latest")
+
+
+@pytest.mark.slow
+def test_a_broken_tokenizer_is_said_once(model, conversations, tmp_path):
+    mine = shutil.copytree(model, tmp_path / "model")
+    (mine / "tokenizer.json").write_text("{")
+    ended = run_cli(options(mine, conversations, tmp_path / "run", "--nproc=2"))
+    said = [line for line in ended.output.splitlines() if line.startswith("vlmtrain: ")]
+    assert ended.code == 1 and len(said) == 1 and "the tokenizer cannot be loaded" in said[0], said
 
 
 @pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 
 class UserError(Exception):
     """Bad input: the message is one sentence that names what was read, what it held, what to do.
@@ -10,6 +13,24 @@ class UserError(Exception):
     """
 
     print_here = True  # False on the ranks that raise what another rank prints
+
+
+def said_by_system(error: OSError) -> str | None:
+    """The sentence about a file that may not be opened, or about standard output that can't be
+    written and leads nowhere from then on; None of another error."""
+    if isinstance(error, PermissionError) and error.filename:
+        return f"{error.filename} can't be opened: {error.strerror}"
+    try:
+        print(flush=True)  # what could not be written before is lost, so that a flush says nothing
+    except OSError:
+        discard_output()
+        return f"standard output can't be written: {error.strerror}"
+    return None
+
+
+def discard_output() -> None:
+    """Standard output leads nowhere from now on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class UsageError(UserError):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,21 +45,37 @@ def fsync_tree(folder: Path) -> None:
 
 def replace_folder(work: Path, target: Path) -> None:
     """Give a finished folder its name; what had the name before goes away last."""
-    old = target.with_name(target.name + OLD)
-    _remove(old)
     if target.exists() or target.is_symlink():
-        os.rename(target, old)
+        # Another name than of one before, which may be there still: a file of it may be in use.
+        numbers = [number for number, _ in _replaced(target)]
+        os.rename(target, target.with_name(f"{target.name}{OLD}{max(numbers, default=0) + 1}"))
     os.rename(work, target)
     fsync_path(target.parent)
-    _remove(old)
+    for _, old in _replaced(target):
+        remove(old)
 
 
-def _remove(path: Path) -> None:
-    """A folder with all in it; a file; of a link the link."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+def _replaced(target: Path) -> list[tuple[int, Path]]:
+    """What had the name before, the last one last, with their numbers."""
+    start = target.name + OLD
+    found = [path for path in target.parent.glob(f"*{OLD}*") if path.name.startswith(start)]
+    numbers = [path.name.removeprefix(start) or "0" for path in found]
+    return sorted((int(n), path) for n, path in zip(numbers, found, strict=True) if n.isdigit())
+
+
+def remove(path: Path) -> None:
+    """A folder with all in it; a file; of a link the link. What stays is said."""
+    failed: list[OSError] = []
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path, onerror=lambda _, __, info: failed.append(info[1]))
+    except OSError as error:
+        failed.append(error)
+    if failed and path.exists():
+        reason = failed[0].strerror or failed[0]
+        print(f"{path} can't be removed: {reason}; it is not needed", file=sys.stderr, flush=True)
 
 
 def start_folder(target: Path) -> Path:
@@ -67,9 +84,9 @@ def start_folder(target: Path) -> Path:
     What an interrupted run left there goes away; a folder that it had already moved aside to
     put its own in place comes back.
     """
-    old = target.with_name(target.name + OLD)
-    if old.exists() and not target.exists():
-        os.rename(old, target)
+    replaced = _replaced(target)
+    if replaced and not target.exists():
+        os.rename(replaced[-1][1], target)
     work = target.with_name(target.name + INCOMPLETE)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

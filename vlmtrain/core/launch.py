@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from vlmtrain.core.errors import UserError
+from vlmtrain.core.errors import UserError, said_by_system
 
 # A peer that stops answering for this long ends the run where no watchdog has before.
 _TIMEOUT = timedelta(minutes=30)
@@ -245,6 +245,9 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
     except Exception as error:
         if peer_gone(error):
             return leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
+        if isinstance(error, OSError) and (said := said_by_system(error)):
+            let_rank_0_speak()
+            return leave(_failed(said, 1))
         print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return leave(1)

@@ -21,7 +21,7 @@ def read_toml(path: Path, what: str, raises: type[UserError]) -> dict[str, Any]:
     except ImportError:  # Python 3.10
         import tomli as tomllib  # type: ignore[no-redef]
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise raises(f"{what} can't be read: {error.strerror}") from error
     except ValueError as error:

@@ -98,13 +98,15 @@ def _held_out(
     from vlmtrain.data.processor import Processor
     from vlmtrain.training.engine import Engine
 
-    processor = Processor.from_folder(
-        source,
-        spec,
-        section=config.media,
-        pack_length=config.pack_length,
-        template=config.loader.template or None,
-        system=config.loader.system,
+    processor = on_every_rank(
+        lambda: Processor.from_folder(
+            source,
+            spec,
+            section=config.media,
+            pack_length=config.pack_length,
+            template=config.loader.template or None,
+            system=config.loader.system,
+        )
     )
 
     def prepare() -> SampleIndex:

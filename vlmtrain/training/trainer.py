@@ -116,15 +116,16 @@ class Trainer:
         self.spikes = 0  # updates withheld since this start of the run
         before = backend.memory_bytes()
         train, template = config.train, config.loader.template or None
-        processor = Processor.from_folder(
-            config.model,
-            spec,
-            section=config.media,
-            pack_length=train.pack_length,
-            template=template,
-            system=config.loader.system,
+        self.processor = processor = on_every_rank(
+            lambda: Processor.from_folder(
+                config.model,
+                spec,
+                section=config.media,
+                pack_length=train.pack_length,
+                template=template,
+                system=config.loader.system,
+            )
         )
-        self.processor = processor
         # Rank 0 reads and checks all input; its error is raised on every rank.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
         self.files = on_every_rank(lambda: ModelFiles(config.model))
@@ -287,6 +288,12 @@ class Trainer:
             index, held_out = index.split(config.evaluate.split_ratio)
         if held_out is not None:
             say(f"held out: {len(held_out):,} samples of {config.evaluate.data or config.data}")
+        if config.freeze.language and not config.lora.rank and not index.image_tokens.any():
+            raise UserError(
+                f"--freeze.language leaves the tower and the merger to learn, and none of the "
+                f"{len(index):,} samples of {config.data} has an image or a video; add some, or "
+                "drop --freeze.language"
+            )
         return index, held_out, resume
 
     def _build_engine(self, layout: Layout, backend: device.Backend) -> Engine:

@@ -106,6 +106,11 @@ class HFWeights:
     def _header(self, path: Path) -> dict[str, Any]:
         if path not in self._headers:
             try:
+                with open(path, "rb"):  # safetensors says of any file that it is not there
+                    pass
+            except OSError as error:
+                raise WeightError(f"{path} can't be read: {error.strerror}") from error
+            try:
                 with safe_open(str(path), framework="pt"):  # checks lengths, offsets and types
                     pass
                 with open(path, "rb") as file:

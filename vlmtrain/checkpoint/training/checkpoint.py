@@ -49,6 +49,7 @@ from vlmtrain.core.files import (
     CheckpointError,
     fsync_path,
     manifest_of,
+    remove,
     replace_folder,
     replacing,
     start_folder,
@@ -201,7 +202,7 @@ class Saver:
             # Not under its name: half a folder must not look whole.
             dropped = self.folder / f"{name_of(step)}.dropped"
             (self.folder / name_of(step)).rename(dropped)
-            shutil.rmtree(dropped, ignore_errors=True)
+            remove(dropped)
 
 
 def droppable(steps: list[int], keep: int, keep_every: int, best: int | None = None) -> list[int]:

@@ -178,6 +178,8 @@ def read_config(folder: str | Path, nested: str, *files: str) -> tuple[dict[str,
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path} is not valid JSON: {error}") from None
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error.strerror}") from None
         if key is None and isinstance(config, dict):
             return config, str(path)
         if key is not None and isinstance(config, dict) and isinstance(config.get(key), dict):
