@@ -111,10 +111,26 @@ def test_an_output_that_is_empty_is_not_this_folder(given):
         ("--loader.media_root m --loader.no_verify", build_command, "--media_root m --no_verify"),
         ("--max_pixels 9 --prompt lr", GenerateConfig, "--media.max_pixels 9 --prompt lr"),
         ("--unknown 3 -1 --help", TrainConfig, "--unknown 3 -1 --help"),
+        ("--lr 1 --optimizer.lr 2", TrainConfig, "--optimizer.lr 1 --optimizer.lr 2"),  # the last
     ],
 )
 def test_a_section_may_be_left_out_or_given(given, target, full):
     assert spelled(given.split(), target) == full.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "said"),
+    [
+        ("--image a --prompt p --image b", GenerateConfig, "--image is given twice; name all of"),
+        ("--targets q --lora.targets=v", TrainConfig, "--lora.targets is given twice; name all"),
+        ("--data a --data=b", TrainConfig, "--data is given twice; name all sources in one"),
+        ("--evaluate.data a --evaluate.data b", TrainConfig, "--evaluate.data is given twice"),
+        ("--data a --data b", build_command, "--data is given twice; it takes one file"),
+    ],
+)
+def test_what_would_be_lost_of_two_options_is_refused(given, target, said):
+    with pytest.raises(UsageError, match=said):
+        spelled(given.split(), target)
 
 
 def test_a_name_that_several_options_have_is_refused():

@@ -139,6 +139,10 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     two["saved"] = dict(**half, steps=steps, save=path, meanwhile=[SEED + 2, SEED + 3])
     two["loaded"] = dict(**half, load=path)
     two["wider"] = dict(model=models["tied"], layout={}, load=path)
+    tower = dict(vision=True, merger=True)
+    two["wider, frozen"] = dict(
+        model=models["tied"], layout=dict(tensor=2), freeze=tower, load=path
+    )
     full = folder / "full" / "step-00000007"
     shutil.copytree(models["tied chain"], full.with_name("step-00000002"))
     half["layout"] = dict(pipeline=2)  # where rank 1 has something to write
@@ -301,6 +305,8 @@ def test_another_precision_takes_the_master_weights(results):
         if name.startswith("param "):
             assert torch.equal(wider[name], tensor), name
             assert torch.equal(wider[name.replace("param ", "model ")], tensor), name
+            frozen = results["wider, frozen"]["state"][name.replace("param ", "model ")]
+            assert torch.equal(frozen, tensor), name
 
 
 def test_full_disk_on_one_rank_is_every_ranks_error(results):

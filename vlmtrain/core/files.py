@@ -65,17 +65,13 @@ def _replaced(target: Path) -> list[tuple[int, Path]]:
 
 def remove(path: Path) -> None:
     """A folder with all in it; a file; of a link the link. What stays is said."""
-    failed: list[OSError] = []
-    try:
+    with contextlib.suppress(OSError):
         if path.is_symlink() or path.is_file():
             path.unlink()
         else:
-            shutil.rmtree(path, onerror=lambda _, __, info: failed.append(info[1]))
-    except OSError as error:
-        failed.append(error)
-    if failed and path.exists():
-        reason = failed[0].strerror or failed[0]
-        print(f"{path} can't be removed: {reason}; it is not needed", file=sys.stderr, flush=True)
+            shutil.rmtree(path, ignore_errors=True)
+    if path.is_symlink() or path.exists():
+        print(f"{path} can't be removed; it is not needed", file=sys.stderr, flush=True)
 
 
 def start_folder(target: Path) -> Path:

@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from vlmtrain.core import coming_from
@@ -20,12 +21,19 @@ _SHARED = ("train.", "loader.")
 
 def option_names(target: Callable[..., Any]) -> list[str]:
     """The options that tyro makes of a dataclass or a function, without the two dashes."""
+    return list(_types(target))
+
+
+def _types(target: Callable[..., Any]) -> dict[str, Any]:
+    """The same with their types."""
     hints = get_type_hints(target)
-    names = []
+    types: dict[str, Any] = {}
     for name in inspect.signature(target).parameters:
-        nested = dataclasses.is_dataclass(hints[name])
-        names += [f"{name}.{one}" for one in option_names(hints[name])] if nested else [name]
-    return names
+        if dataclasses.is_dataclass(hints[name]):
+            types |= {f"{name}.{one}": x for one, x in _types(hints[name]).items()}
+        else:
+            types[name] = hints[name]
+    return types
 
 
 def spelled(
@@ -39,7 +47,8 @@ def spelled(
 
     Raises:
         UsageError: names of other trainers, each with what it is called here; or a name without
-            its section that several options have; or an --output that is empty.
+            its section that several options have; or an --output that is empty; or sources or names
+            in two options, of which tyro would take the last.
     """
     valid, renamed = option_names(target), renamed or {}
     refused, result = [], []
@@ -63,7 +72,19 @@ def spelled(
         result.append(f"--{ends[0] if len(ends) == 1 else name}{equals}{value}")
     if refused:
         raise UsageError("\n  ".join(["not options of this command:", *refused]))
+    _check_once(result, _types(target))
     return result
+
+
+def _check_once(arguments: Iterable[str], types: Mapping[str, Any]) -> None:
+    given = [one[2:].replace("-", "_").partition("=")[0] for one in arguments if one[:2] == "--"]
+    for name in {name for name in given if given.count(name) > 1}:
+        if types.get(name) in (tuple[str, ...], tuple[Path, ...]):
+            raise UsageError(f"--{name} is given twice; name all of them behind one --{name}")
+        if name.rpartition(".")[2] == "data":
+            one = types.get(name) is Path
+            how = "it takes one file" if one else "name all sources in one, between commas"
+            raise UsageError(f"--{name} is given twice; {how}")
 
 
 def answer_to(name: str, valid: Iterable[str]) -> str | None:

@@ -42,7 +42,7 @@ from vlmtrain.checkpoint.megatron.torch_dist import (
     write_metadata,
 )
 from vlmtrain.checkpoint.training import optimizer_state
-from vlmtrain.checkpoint.training.sharding import Piece, locations
+from vlmtrain.checkpoint.training.sharding import Piece, ShardedLocation, locations
 from vlmtrain.core.collectives import on_first_rank, shared_error
 from vlmtrain.core.files import (
     MANIFEST,
@@ -333,6 +333,13 @@ def _point(folder: Path, history: list[int]) -> None:
     write_text(folder / "latest", name_of(history[-1]) + "\n")
 
 
+def _master_prefix(tensor: Tensor, location: ShardedLocation, saved: set[str]) -> str:
+    """Of what is frozen now: a run in float32 takes the master weights of one that trained it."""
+    prefix = optimizer_state.state_prefix("param")
+    has = {prefix + key for key in location.keys()} <= saved
+    return prefix if has and tensor.dtype == torch.float32 else ""
+
+
 def loader_state(path: Path) -> dict[str, Any] | None:
     """What `Saver.start` got as `extra["loader"]`; None: a checkpoint that holds weights only."""
     return read_common(path).get("loader")
@@ -368,7 +375,9 @@ def load(
         fill = partial(_fill, reader)
         for tensor, location in table.items():
             compared = base is not None and not tensor.requires_grad
-            for piece in location.pieces(tensor.detach().view(-1)):
+            frozen = base is None and not tensor.requires_grad
+            prefix = _master_prefix(tensor, location, saved) if frozen else ""
+            for piece in location.pieces(tensor.detach().view(-1), prefix=prefix):
                 before = _rounded(piece) if compared else None
                 fill(piece)
                 if before is not None and not torch.equal(before, _rounded(piece)):
