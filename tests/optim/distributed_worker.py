@@ -73,25 +73,21 @@ def shards_are_stepped(rank: int) -> None:
                     assert_bitwise(key, moment.to_local(), expected.to_local())
 
 
-def gradients_are_spread(rank: int) -> None:
-    """As transformers' tensor parallelism (the whole of an embedding's) and torch's (a share of the
-    sum) leave them."""
-    for placement in (Replicate(), Partial(), Shard(1)):
-        ours, theirs = sharded(4), sharded(4)
-        optimizers = (
-            CPUAdam(ours.parameters(), lr=0.1),
-            torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=True),
-        )
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            weight = model[0].weight
-            whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(7))
-            if isinstance(placement, Partial):
-                share = whole * (rank + 1) / 3
-                weight.grad = DTensor.from_local(share, weight.device_mesh, [placement])
-            else:
-                weight.grad = distribute_tensor(whole, weight.device_mesh, [placement])
+def whole_gradients_are_spread() -> None:
+    """As transformers' tensor parallelism leaves an embedding's, against Adam on one rank."""
+    ours = sharded(4)
+    whole = nn.Parameter(ours[0].weight.full_tensor().detach().clone())
+    grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(7))
+    optimizers = (
+        CPUAdam(ours.parameters(), lr=0.1),
+        torch.optim.AdamW([whole], lr=0.1, fused=True),
+    )
+    for _ in range(2):
+        ours[0].weight.grad = distribute_tensor(grad, ours[0].weight.device_mesh, [Replicate()])
+        whole.grad = grad
+        for optimizer in optimizers:
             optimizer.step()
-        assert_bitwise(str(placement), ours[0].weight.to_local(), theirs[0].weight.to_local())
+    assert_bitwise("spread", ours[0].weight.full_tensor().detach(), whole.detach())
 
 
 def refused(call: Any, *words: str) -> None:
@@ -122,8 +118,15 @@ def what_shards_are_refused() -> None:
     state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
     refused(optimizer.step, "exp_avg of a parameter is spread as (Replicate()", "redistribute")
     del optimizer.state[model[0].weight]
-    other = init_device_mesh("cpu", (1, 2))
-    model[0].weight.grad = distribute_tensor(torch.ones(5, 6), other)
+    weight = model[0].weight
+    for placement in (Partial(), Shard(1)):
+        weight.grad = DTensor.from_local(
+            torch.ones(5, 3) if placement == Shard(1) else torch.ones(5, 6),
+            weight.device_mesh,
+            [placement],
+        )
+        refused(optimizer.step, f"a gradient is spread as ({placement!r}", "redistribute")
+    weight.grad = distribute_tensor(torch.ones(5, 6), init_device_mesh("cpu", (1, 2)))
     refused(optimizer.step, "a gradient is spread as (Replicate()", "redistribute")
     plain = nn.Parameter(torch.zeros(6))
     plain.decoupled_grad = distribute_tensor(  # type: ignore[attr-defined]
@@ -149,7 +152,7 @@ def main() -> None:
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_bitwise(train.__name__, a.detach(), b.detach())
     shards_are_stepped(rank)
-    gradients_are_spread(rank)
+    whole_gradients_are_spread()
     what_shards_are_refused()
     dist.destroy_process_group()
     launch.leave(0)

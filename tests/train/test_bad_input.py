@@ -187,7 +187,7 @@ def test_a_frozen_language_model_and_no_images(capsys, model, samples, tmp_path)
     message = refused(
         capsys, options(model, data, tmp_path / "run", "--freeze.language"), tmp_path / "run"
     )
-    assert f"none of the {len(texts)} samples of {data} has an image" in message
+    assert f"none of the {len(texts)} samples to train on has one; add some to {data}" in message
 
 
 def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path):
@@ -225,7 +225,8 @@ def test_a_second_start_in_the_same_folder(capsys, monkeypatch, model, conversat
     message = refused(capsys, arguments, output)
     assert f"process {os.getpid()} on " in message and str(output) in message, message
     running.release()
-    unreadable = [*arguments, f"--data={tmp_path / 'none.json'}"]
+    none = tmp_path / "none.json"
+    unreadable = options(model, none, output, "--checkpoint.resume=latest")
     for _ in range(2):
         assert "none.json" in refused(capsys, unreadable, output)
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.train.conftest import options
 
 def as_user() -> None:
     """Root may read and write everything by these two capabilities, which a program that it starts
-    has not any more."""
+    no longer has."""
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         if os.geteuid() == 0 and ctypes.CDLL(None).prctl(24, capability, 0, 0, 0):
             raise OSError("PR_CAPBSET_DROP")
@@ -68,7 +67,8 @@ def test_what_may_not_be_read_is_named(model, conversations, tmp_path):
 
 
 def test_a_folder_that_stays_does_not_stop_the_next(tmp_path):
-    """As on NFS, where files that are open stay. An interrupted replacement is undone still."""
+    """As on NFS, where files that are open stay. An interrupted replacement is undone still, and
+    what is left of a folder that was to go is not taken for it."""
     script = (
         "import os, sys; from pathlib import Path\n"
         "from vlmtrain.core.files import replace_folder, start_folder\n"
@@ -78,19 +78,21 @@ def test_a_folder_that_stays_does_not_stop_the_next(tmp_path):
         "    (work / 'file').write_text(content)\n"
         "    replace_folder(work, target)\n"
         "    os.chmod(target, 0o555)\n"
-        "start_folder(target)\n"
-        "os.rename(target, f'{target}.vlmtrain-replaced3')\n"  # and killed
+        "os.rename(target, f'{target}.vlmtrain-replaced')\n"  # and killed
+        "work = start_folder(target)\n"
+        "(work / 'file').write_text('4')\n"
+        "os.chmod(work, 0o555)\n"
         "start_folder(target)\n"
     )
     target = tmp_path / "hf"
     ended = run(["-c", script, str(target)])
     assert ended.returncode == 0, ended.stderr
-    first, second = (f"{target}.vlmtrain-replaced{i}" for i in (1, 2))
-    said = [f"{path} can't be removed; it is not needed" for path in (first, first, second)]
+    first, second = (f"{target}.vlmtrain-removed{i}" for i in (1, 2))
+    work = f"{target}.incomplete.vlmtrain-removed1"
+    said = [f"{path} can't be removed; it is not needed" for path in (first, first, second, work)]
     assert ended.stderr.splitlines() == said
     assert (target / "file").read_text() == "3"
-    assert Path(first, "file").read_text() == "1" and Path(second, "file").read_text() == "2"
-    for folder in (first, second, target):
+    for folder in (first, second, work, target):
         os.chmod(folder, 0o755)
 
 

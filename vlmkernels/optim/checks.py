@@ -131,10 +131,16 @@ def local_as(name: str, x: Any, param: Any) -> Any:
 
 
 def gradient_as(grad: Any, param: Any) -> Any:
-    """As `local_as`, of a gradient, which is first spread as its parameter is, as torch's Adam does
-    (transformers' tensor parallelism leaves an embedding's whole gradient on each rank)."""
+    """As `local_as`, of a gradient. One of which each rank has all, as transformers' tensor
+    parallelism leaves an embedding's, is spread as its parameter is first. In no other case: ranks
+    would send each other their shares, and wait for one that is refused something else.
+
+    Raises:
+        ValueError: it is spread in another way than its parameter.
+    """
     if is_sharded(type(grad)) and is_sharded(type(param)):
-        if grad.placements != param.placements and grad.device_mesh == param.device_mesh:
+        whole = len(grad.placements) == 1 and grad.placements[0].is_replicate()
+        if whole and grad.device_mesh == param.device_mesh and grad.shape == param.shape:
             grad = grad.redistribute(placements=param.placements)
     return local_as("a gradient", grad, param)
 

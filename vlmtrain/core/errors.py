@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import sys
 
@@ -19,18 +22,21 @@ def said_by_system(error: OSError) -> str | None:
     """The sentence about a file that may not be opened, or about standard output that can't be
     written and leads nowhere from then on; None of another error."""
     if isinstance(error, PermissionError) and error.filename:
-        return f"{error.filename} can't be opened: {error.strerror}"
+        return f"{error.filename}: {error.strerror}"
+    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return None
     try:
-        print(flush=True)  # what could not be written before is lost, so that a flush says nothing
-    except OSError:
+        print(flush=True)  # a flush alone would not fail again: what failed is not kept
+    except OSError as output:
         discard_output()
-        return f"standard output can't be written: {error.strerror}"
+        return f"standard output can't be written: {output.strerror}"
     return None
 
 
 def discard_output() -> None:
     """Standard output leads nowhere from now on."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(io.UnsupportedOperation):  # a stream without a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class UsageError(UserError):

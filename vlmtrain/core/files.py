@@ -19,6 +19,7 @@ from vlmtrain.core.errors import UserError
 PIECE_BYTES = 1 << 23
 INCOMPLETE = ".incomplete"
 OLD = ".vlmtrain-replaced"  # of no folder that people make: it is removed
+REMOVED = ".vlmtrain-removed"  # and a number
 MANIFEST = "manifest.json"
 
 
@@ -45,33 +46,33 @@ def fsync_tree(folder: Path) -> None:
 
 def replace_folder(work: Path, target: Path) -> None:
     """Give a finished folder its name; what had the name before goes away last."""
+    old = target.with_name(target.name + OLD)
+    remove(old)
     if target.exists() or target.is_symlink():
-        # Another name than of one before, which may be there still: a file of it may be in use.
-        numbers = [number for number, _ in _replaced(target)]
-        os.rename(target, target.with_name(f"{target.name}{OLD}{max(numbers, default=0) + 1}"))
+        os.rename(target, old)
     os.rename(work, target)
     fsync_path(target.parent)
-    for _, old in _replaced(target):
-        remove(old)
-
-
-def _replaced(target: Path) -> list[tuple[int, Path]]:
-    """What had the name before, the last one last, with their numbers."""
-    start = target.name + OLD
-    found = [path for path in target.parent.glob(f"*{OLD}*") if path.name.startswith(start)]
-    numbers = [path.name.removeprefix(start) or "0" for path in found]
-    return sorted((int(n), path) for n, path in zip(numbers, found, strict=True) if n.isdigit())
+    remove(old)
 
 
 def remove(path: Path) -> None:
-    """A folder with all in it; a file; of a link the link. What stays is said."""
-    with contextlib.suppress(OSError):
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    if path.is_symlink() or path.exists():
-        print(f"{path} can't be removed; it is not needed", file=sys.stderr, flush=True)
+    """A folder with all in it; a file; of a link the link. It goes under another name, so that what
+    is left of it is taken for nothing; what stays, as on NFS where a file is open, is said."""
+    if not (path.is_symlink() or path.exists()):
+        return
+    start = path.name.removesuffix(OLD) + REMOVED
+    left = [one for one in path.parent.glob(f"*{REMOVED}*") if one.name.startswith(start)]
+    numbers = [0, *(int(n) for one in left if (n := one.name[len(start) :]).isdecimal())]
+    left.append(path.with_name(f"{start}{max(numbers) + 1}"))
+    os.rename(path, left[-1])
+    for one in left:
+        with contextlib.suppress(OSError):
+            if one.is_symlink() or one.is_file():
+                one.unlink()
+            else:
+                shutil.rmtree(one, ignore_errors=True)
+        if one.is_symlink() or one.exists():
+            print(f"{one} can't be removed; it is not needed", file=sys.stderr, flush=True)
 
 
 def start_folder(target: Path) -> Path:
@@ -80,11 +81,11 @@ def start_folder(target: Path) -> Path:
     What an interrupted run left there goes away; a folder that it had already moved aside to
     put its own in place comes back.
     """
-    replaced = _replaced(target)
-    if replaced and not target.exists():
-        os.rename(replaced[-1][1], target)
+    old = target.with_name(target.name + OLD)
+    if old.exists() and not target.exists():
+        os.rename(old, target)
     work = target.with_name(target.name + INCOMPLETE)
-    shutil.rmtree(work, ignore_errors=True)
+    remove(work)
     work.mkdir(parents=True)
     return work
 
@@ -209,8 +210,10 @@ def verify_manifest(folder: Path, hint: str = "") -> None:
     path = folder / MANIFEST
     try:
         entries = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise CheckpointError(f"{path} is missing or damaged{hint}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     for name, want in entries.items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from vlmtrain.core.errors import UserError, said_by_system
+from vlmtrain.core.errors import UserError, discard_output, said_by_system
 
 # A peer that stops answering for this long ends the run where no watchdog has before.
 _TIMEOUT = timedelta(minutes=30)
@@ -278,7 +278,10 @@ def leave(code: int) -> int:
     """End at once where there are other ranks: destructors could block on those, and threads of a
     process group that something still holds may let go of a tensor while Python ends, which aborts
     the process. Returns `code` where this process is alone."""
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # why this process ends has been said
+        discard_output()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)

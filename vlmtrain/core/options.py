@@ -78,7 +78,7 @@ def spelled(
 
 def _check_once(arguments: Iterable[str], types: Mapping[str, Any]) -> None:
     given = [one[2:].replace("-", "_").partition("=")[0] for one in arguments if one[:2] == "--"]
-    for name in {name for name in given if given.count(name) > 1}:
+    for name in (name for name in given if given.count(name) > 1):
         if types.get(name) in (tuple[str, ...], tuple[Path, ...]):
             raise UsageError(f"--{name} is given twice; name all of them behind one --{name}")
         if name.rpartition(".")[2] == "data":

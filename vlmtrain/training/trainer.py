@@ -290,9 +290,9 @@ class Trainer:
             say(f"held out: {len(held_out):,} samples of {config.evaluate.data or config.data}")
         if config.freeze.language and not config.lora.rank and not index.image_tokens.any():
             raise UserError(
-                f"--freeze.language leaves the tower and the merger to learn, and none of the "
-                f"{len(index):,} samples of {config.data} has an image or a video; add some, or "
-                "drop --freeze.language"
+                "with --freeze.language only images and videos teach anything, and none of the "
+                f"{len(index):,} samples to train on has one; add some to {config.data}, or drop "
+                "--freeze.language"
             )
         return index, held_out, resume
 

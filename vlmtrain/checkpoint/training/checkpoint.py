@@ -59,7 +59,7 @@ from vlmtrain.core.files import (
 )
 from vlmtrain.core.run_folder import complete, history_in, name_of, newest_in, pointed_at
 
-_LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped)$")
+_LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped|vlmtrain-removed\d+)$")
 
 
 class Saver:
@@ -199,10 +199,7 @@ class Saver:
         for step in droppable(steps, self.keep, self.keep_every, best):
             if (self.folder / name_of(step)).resolve() in (source, *source.parents):
                 continue
-            # Not under its name: half a folder must not look whole.
-            dropped = self.folder / f"{name_of(step)}.dropped"
-            (self.folder / name_of(step)).rename(dropped)
-            remove(dropped)
+            remove(self.folder / name_of(step))
 
 
 def droppable(steps: list[int], keep: int, keep_every: int, best: int | None = None) -> list[int]:
