@@ -81,12 +81,16 @@ def test_a_run_from_before_its_history_was_kept(tmp_path):
 def test_going_back_keeps_the_checkpoints_of_the_run(model, conversations, tmp_path):  # noqa: F811
     output = tmp_path / "run"
     arguments = options(model, conversations, output, "--optimizer.lr_scheduler_type=constant")
-    for more in (
-        ("--train.steps=6", "--checkpoint.every=1", "--checkpoint.keep=9"),
-        ("--train.steps=6", "--checkpoint.every=3", "--checkpoint.keep=2", "--checkpoint.resume=1"),
+    measured = f"--evaluate.data={conversations}", "--evaluate.every=4", "--checkpoint.keep_best"
+    best = output / "checkpoints" / "best"
+    for has_best, more in (
+        (True, ("--checkpoint.every=1", "--checkpoint.keep=9", *measured)),
+        # Of before it was measured: what it becomes is not what was the best.
+        (False, ("--checkpoint.every=3", "--checkpoint.keep=2", "--checkpoint.resume=1")),
     ):
-        done = run_cli([*arguments, *more])
+        done = run_cli([*arguments, "--train.steps=6", *more])
         assert done.code == 0, done.output
+        assert best.exists() == has_best
     assert complete(output / "checkpoints") == [3, 6]
     shutil.rmtree(output / "checkpoints" / "step-00000006")
     done = run_cli([*arguments, "--train.steps=7", "--checkpoint.resume=latest"])
@@ -102,11 +106,12 @@ def test_the_best_checkpoint_stays(model, conversations, tmp_path):  # noqa: F81
     one, others, output = tmp_path / "one.json", tmp_path / "others.json", tmp_path / "run"
     one.write_text(json.dumps(samples[:1]))
     others.write_text(json.dumps(samples[1:4]))
-    arguments = options(
-        model, one, output, f"--evaluate.data={others}", "--evaluate.every=2",
+    settings = options(
+        model, one, output, "--evaluate.every=2",
         "--checkpoint.keep=1", "--checkpoint.keep_best", "--optimizer.lr=3e-3",
         "--train.global_batch=1", "--optimizer.lr_scheduler_type=constant", "--loader.workers=0",
     )  # fmt: skip
+    arguments = [*settings, f"--evaluate.data={others}"]
     for steps, resume in ((8, "none"), (10, "latest")):
         done = run_cli([*arguments, f"--train.steps={steps}", f"--checkpoint.resume={resume}"])
         assert done.code == 0, done.output
@@ -126,7 +131,7 @@ def test_the_best_checkpoint_stays(model, conversations, tmp_path):  # noqa: F81
     hard = tmp_path / "hard.json"
     hard.write_text(json.dumps(samples[6:8]))
     done = run_cli(
-        [*arguments, f"--train.steps={best + 3}", "--checkpoint.resume=latest"]
+        [*settings, f"--train.steps={best + 3}", "--checkpoint.resume=latest"]
         + [f"--evaluate.data={hard}", "--evaluate.every=1"]
     )
     assert done.code == 0 and done.output.count("begins anew") == 1, done.output

@@ -6,10 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.numeric import LARGE, assert_accurate, product_noise, sum_noise
+from tests.kernels.numeric import LARGE, assert_accurate, assert_bitwise, product_noise, sum_noise
 from vlmtrain.models import weight_gradients
 from vlmtrain.models.common import linears
-from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
+from vlmtrain.models.common.linears import (
+    PlainLinear,
+    WholeColumnParallelLinear,
+    WholeRowParallelLinear,
+)
 
 
 @pytest.mark.parametrize("kind", [WholeColumnParallelLinear, WholeRowParallelLinear])
@@ -91,3 +95,14 @@ def test_product_and_gradients(
         assert not hasattr(linear.weight, "grad_added_to_main_grad")
     else:
         assert linear.weight.grad_added_to_main_grad
+
+
+def test_an_evaluation_has_the_product_of_training() -> None:
+    """Without Megatron's buffers, too, whose weights learn no less: no bias is rounded otherwise."""
+    linear = PlainLinear(96, 80, dtype=torch.bfloat16)
+    x = torch.randn(700, 96).bfloat16()
+    with torch.no_grad():
+        evaluated = linear(x)
+    for parameter in linear.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+    assert_bitwise("output", evaluated, linear(x).detach())

@@ -314,13 +314,18 @@ def find(folder: Path, resume: str) -> Path | None:
 
 
 def go_on_from(path: Path) -> list[int]:
-    """From here on `path` is what `latest` means, though its folder may hold later steps; returns
-    the steps of its run's checkpoints up to it."""
-    folder, step = path.parent, int(path.name[-8:])
-    known = read_common(path).get("history", complete(folder))
+    """From here on `path` is what `latest` means, and `best` what it was there, though its folder
+    may hold later steps; returns the steps of its run's checkpoints up to it."""
+    folder, step, common = path.parent, int(path.name[-8:]), read_common(path)
+    known = common.get("history", complete(folder))
     history = [*(s for s in known if s < step), step]
+    best = (common.get("best") or {}).get("step")
     with replacing(folder / "latest"):
         _point(folder, history)
+        if best is None:
+            (folder / "best").unlink(missing_ok=True)
+        else:
+            write_text(folder / "best", name_of(best) + "\n")
     return history
 
 

@@ -109,7 +109,8 @@ class PlainLinear(torch.nn.Linear):
     """A linear that every rank has whole, with the same product and the same gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.requires_grad and not hasattr(self.weight, "main_grad"):
+        learns = self.weight.requires_grad and torch.is_grad_enabled()
+        if learns and not hasattr(self.weight, "main_grad"):
             return super().forward(x)  # outside of Megatron's DistributedDataParallel
         own = self.weight, self.bias
         seen = (None if past_autograd(x, p) is not None else p for p in own)
