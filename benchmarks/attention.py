@@ -83,6 +83,22 @@ def _batched(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]  # [L, H, D] -> [1, H, L, D]
 
 
+def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of [.., L, D], as transformers has it."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * HEAD_DIM**-0.5
+    return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
+
+
+def _eager_in_one_dtype(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The least passes over the scores that stock torch can make: q scaled, not they, no copy of
+    them in float32. In 16 bits the scaled q is rounded, and probabilities are before their sum's
+    gradient is taken."""
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    if mask is not None:
+        scores.masked_fill_(mask, -torch.inf)
+    return torch.matmul(torch.softmax(scores, -1), v)
+
+
 def peers(lengths: list[int], device: str, compiled: bool) -> dict[str, Attend]:
     """Name -> function of q, k, v [T, H, D]. Index tensors are made here, outside the timing."""
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], device=device)
@@ -91,19 +107,13 @@ def peers(lengths: list[int], device: str, compiled: bool) -> dict[str, Attend]:
         torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device)
     )
 
-    def sdpa_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        out = [F.scaled_dot_product_attention(*map(_batched, part)) for part in parts]
-        return torch.cat([o[0].transpose(0, 1) for o in out])
+    def looped(attend: Attend) -> Attend:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            out = [attend(*map(_batched, part)) for part in parts]
+            return torch.cat([o[0].transpose(0, 1) for o in out])
 
-    def eager_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = []
-        for part in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-            a, b, c = (x.transpose(0, 1) for x in part)
-            scores = torch.matmul(a, b.transpose(1, 2)) * HEAD_DIM**-0.5
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-            out.append(torch.matmul(weights, c).transpose(0, 1))
-        return torch.cat(out)
+        return run
 
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for start, length in zip(cu_seqlens.tolist(), lengths, strict=False):
@@ -129,10 +139,6 @@ def peers(lengths: list[int], device: str, compiled: bool) -> dict[str, Attend]:
 
         return run
 
-    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.matmul(q, k.transpose(-1, -2)) * HEAD_DIM**-0.5
-        return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
-
     def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         jagged = [
             torch.nested.nested_tensor_from_jagged(
@@ -142,13 +148,14 @@ def peers(lengths: list[int], device: str, compiled: bool) -> dict[str, Attend]:
         ]
         return F.scaled_dot_product_attention(*jagged).transpose(1, 2).values()
 
-    found: dict[str, Attend] = {
-        "SDPA per segment": sdpa_loop,
-        "eager per segment": eager_loop,
-        "SDPA per length": grouped(F.scaled_dot_product_attention),
-        "eager per length": grouped(eager),
-        "nested tensor": nested,
+    ways: dict[str, Attend] = {
+        "SDPA": F.scaled_dot_product_attention,
+        "eager": _eager,
+        "eager in one dtype": _eager_in_one_dtype,
     }
+    found: dict[str, Attend] = {f"{name} per segment": looped(way) for name, way in ways.items()}
+    found |= {f"{name} per length": grouped(way) for name, way in ways.items()}
+    found["nested tensor"] = nested
     if compiled:
         found["flex attention"] = _flex(segment, tokens, device)
     if device == "cuda":
@@ -373,6 +380,16 @@ def language_comparison(
         out = [sdpa(_batched(a), _batched(b), _batched(c), None) for a, b, c in parts]
         return torch.cat([o[0].transpose(0, 1) for o in out])
 
+    later = {n: torch.ones(n, n, dtype=torch.bool).triu(1) for n in set(lengths)}
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = []
+        for part in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+            a, b, c = (x.transpose(0, 1).unflatten(0, (kv_heads, -1)) for x in part)
+            o = _eager_in_one_dtype(a, b, c, later[a.shape[2]])
+            out.append(o.flatten(0, 1).transpose(0, 1))
+        return torch.cat(out)
+
     def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(_batched(q), _batched(k), _batched(v), mask)[0].transpose(0, 1)
 
@@ -394,7 +411,11 @@ def language_comparison(
         ours=partial(call, lambda x: qkv_attention(x, table, cu_seqlens, causal=True)),
         peers={
             f"rotation, {name}": partial(call, partial(rotated, attend))
-            for name, attend in (("SDPA per sample", per_sample), ("SDPA, mask", masked))
+            for name, attend in (
+                ("SDPA per sample", per_sample),
+                ("SDPA, mask", masked),
+                ("eager in one dtype per sample", eager),
+            )
         },
         ceilings=ceilings.arithmetic(flops, dtype, context),
         check=_close(dtype),

@@ -137,7 +137,7 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
             f"--evaluate.data={conversations}",
         ),
     ]
-    measure = ["evaluate", f"--data={conversations}", "--pack_length=100", "--loader.workers=0"]
+    measure = ["evaluate", "--pack_length=100", "--loader.workers=0"]
     weighted = json.loads(conversations.read_text())
     for sample in weighted[::2]:  # weights of turns, which change no held-out loss
         sample["conversations"][-1]["weight"] = 2.5
@@ -148,7 +148,7 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
     split = convert.layout_for(spec, ParallelSection(tensor=2, pipeline=2))
     convert.to_megatron(model, folder / "megatron", split)
     convert.to_hf(folder / "megatron", folder / "back")
-    measure += [f"--tasks={questions}", "--max_new_tokens=5"]
+    measure += [f"--data={conversations}", f"--tasks={questions}", "--max_new_tokens=5"]
     for number, source in enumerate((model, folder / "megatron", folder / "back")):
         output = folder / f"scores-{number}"
         commands.append([*measure, f"--model={source}", f"--output={output}"])
