@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,10 +101,10 @@ def test_product_and_gradients(
 
 def test_an_evaluation_has_the_product_of_training() -> None:
     """Without Megatron's buffers, too: no sum is in another order."""
-    linear = PlainLinear(1176, 1280, dtype=torch.bfloat16)
+    linear: Any = PlainLinear(1176, 1280, dtype=torch.bfloat16)
     x = torch.randn(300, 1176).bfloat16()
     with torch.no_grad():
         evaluated = linear(x)
     for parameter in linear.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+        parameter.main_grad = torch.zeros(parameter.shape)
     assert_bitwise("output", evaluated, linear(x).detach())

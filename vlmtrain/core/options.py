@@ -50,7 +50,8 @@ def spelled(
             its section that several options have; or an --output that is empty; or sources or names
             in two options, of which tyro would take the last.
     """
-    valid, renamed = option_names(target), renamed or {}
+    types, renamed = _types(target), renamed or {}
+    valid = list(types)
     refused, result = [], []
     if "--output=" in arguments or ("--output", "") in itertools.pairwise(arguments):
         raise UsageError("--output is empty, as an unset variable is; name a folder")  # not "."
@@ -72,7 +73,7 @@ def spelled(
         result.append(f"--{ends[0] if len(ends) == 1 else name}{equals}{value}")
     if refused:
         raise UsageError("\n  ".join(["not options of this command:", *refused]))
-    _check_once(result, _types(target))
+    _check_once(result, types)
     return result
 
 

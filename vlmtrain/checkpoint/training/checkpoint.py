@@ -59,7 +59,7 @@ from vlmtrain.core.files import (
 )
 from vlmtrain.core.run_folder import complete, history_in, name_of, newest_in, pointed_at
 
-_LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped|vlmtrain-removed\d+)$")
+_LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|(incomplete\.)?vlmtrain-removed\d+)$")
 
 
 class Saver:
