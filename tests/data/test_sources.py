@@ -38,8 +38,9 @@ def test_as_typed(tmp_path: Path) -> None:
     ]
     with pytest.raises(DataError, match="no data given; --data takes"):
         parse_sources(" ,")
-    with pytest.raises(DataError, match="a.json: its weight is 0.0; it must be above 0"):
-        parse_sources("a.json:0")
+    for weight in ("0", "10001", "1" + "0" * 100):
+        with pytest.raises(DataError, match="a.json: its weight is .*; it must be above 0 and at"):
+            parse_sources(f"a.json:{weight}")
 
 
 def test_a_list(tmp_path: Path) -> None:

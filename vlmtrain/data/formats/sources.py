@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from vlmtrain.data.formats.shards import INDEX_NAME
 from vlmtrain.data.formats.tars import to_train_on
 
 _SUFFIXES = (".json", ".jsonl", ".parquet", ".tar")
+_MOST_WEIGHT = 10_000.0  # an epoch is planned sample by sample
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
 
 
@@ -50,7 +50,8 @@ def parse_sources(
         ignored: keys and marks of records that are not looked at.
 
     Raises:
-        DataError: nothing given, a weight that is not above 0, or an unreadable list.
+        DataError: nothing given, a weight that is not above 0 and at most 10,000, or an unreadable
+            list.
     """
     items: Sequence[str | Path | SourceSpec]
     items = text.split(",") if isinstance(text, str) else [text] if isinstance(text, Path) else text
@@ -78,8 +79,11 @@ def parse_sources(
             "shards, patterns (data/*.parquet), or a .toml list of them"
         )
     for source in sources:
-        if not 0 < source.weight < math.inf:
-            raise DataError(f"{source.path}: its weight is {source.weight}; it must be above 0")
+        if not 0 < source.weight <= _MOST_WEIGHT:
+            raise DataError(
+                f"{source.path}: its weight is {source.weight:g}; it must be above 0 and at most "
+                f"{_MOST_WEIGHT:,.0f}: so often an epoch sees each of its samples"
+            )
     root = None if media_root in (None, "") else str(media_root)
     return [
         replace(
