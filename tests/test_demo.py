@@ -255,23 +255,21 @@ def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
     keep.parent.mkdir()
     keep.write_bytes(b"mine")
     with pytest.raises(UserError, match="no demo has left there"):
-        command.run_demo(tmp_path)
+        command.demo(tmp_path)
     assert keep.read_bytes() == b"mine"
     with pytest.raises(UserError, match="is a file"):
-        command.run_demo(keep)
+        command.demo(keep)
     with pytest.raises(UserError, match="mine.jpg/demo can't be written: Not a directory"):
-        command.run_demo(keep / "demo")
+        command.demo(keep / "demo")
 
 
 def test_training_command_is_the_documented_one(tmp_path: Path) -> None:
     layout = command.layout_options(2, ParallelSection())
-    arguments = command.train_command(
-        tmp_path / "m", tmp_path / "d", tmp_path / "o", 2, 7, 120, layout
-    )
+    arguments = command.train_command(tmp_path / "m", tmp_path / "d", tmp_path / "o", 2, layout)
     options = dict(zip(arguments[4::2], arguments[5::2], strict=True))
     assert arguments[1:4] == ["-m", "vlmtrain.cli", "train"]
     assert options["--nproc"] == options["--parallel.pipeline"] == "2"
-    assert (options["--train.seed"], options["--train.steps"]) == ("7", "120")
+    assert options["--train.steps"] == "150"
 
 
 def test_layout_of_the_demo() -> None:

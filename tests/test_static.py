@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks import static
-from tools.cudasim import CSRC
-from tools.cudasim.ptx.toolchain import ARCHITECTURES, find_nvcc, run
+from tools.cudasim import CSRC, run
+from tools.cudasim.ptx.toolchain import ARCHITECTURES, find_nvcc
 
 
 @pytest.fixture(scope="module")

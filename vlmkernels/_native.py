@@ -202,8 +202,7 @@ def _without_tangents(name: str, run: Callable) -> Callable:
     def checked(*args: Any) -> Any:
         if have_tangents(*args):
             raise RuntimeError(
-                f"vlmkernels.{name} has no forward-mode derivative; use backward(), or the "
-                "function of the same name that ends in _reference"
+                f"vlmkernels.{name} has no forward-mode derivative; use backward(), or plain torch"
             )
         return run(*args)
 
@@ -223,7 +222,7 @@ def without_transforms(name: str, function: Callable, *, maps: bool = False) -> 
         if TransformType.Grad in kinds or (kinds and not maps):
             raise RuntimeError(
                 f"vlmkernels.{name} can't be differentiated by torch.func (grad, vjp, jacrev, ..); "
-                "use torch.autograd, or the function of the same name that ends in _reference"
+                "use torch.autograd, or plain torch"
             )
         return function(*args)
 
@@ -301,7 +300,7 @@ def no_rows(like: Tensor) -> Tensor:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Callable[..., Any], *inputs: Any) -> Any:
+    def forward(ctx: Any, op: Callable[..., Any], _: Tensor | None, *inputs: Any) -> Any:
         ctx.name = f"vlmkernels.{op.__name__}" if isinstance(op, FunctionType) else str(op)
         return op(*inputs)
 
@@ -309,22 +308,24 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             f"{ctx.name} has no derivative: results of vlmkernels can be differentiated once, "
-            "not twice (the functions named *_reference can)"
+            "not twice; use plain torch there"
         )
 
 
-def once(op: Callable[..., Any], *inputs: Any) -> Any:
+def once(op: Callable[..., Any], *inputs: Any, also: Tensor | None = None) -> Any:
     """op(*inputs) in a backward formula, for an op without one of its own.
 
     Under create_graph=True torch would warn and go on without this op's share of the second
     derivative; so its results refuse to be differentiated there. In forward mode an error.
+
+    also: what the results depend on beside `inputs`.
     """
     if not is_compiling() and have_tangents(*inputs):
         raise RuntimeError(
             "a backward pass of vlmkernels has no forward-mode derivative, as forward over reverse "
-            "asks for (the functions named *_reference have)"
+            "asks for; use plain torch there"
         )
-    return _Once.apply(op, *inputs) if torch.is_grad_enabled() else op(*inputs)
+    return _Once.apply(op, also, *inputs) if torch.is_grad_enabled() else op(*inputs)
 
 
 def set_isa(name: str) -> None:

@@ -17,7 +17,7 @@ from vlmkernels.attention import select
 #: Import name -> distribution and what it would be used for.
 OPTIONAL = {
     "flash_attn": ("flash-attn", "attention on CUDA where neither window nor sm90 serves"),
-    "transformer_engine": ("transformer-engine", "Megatron's fused layers and FP8"),
+    "transformer_engine": ("transformer-engine", "Megatron's fused Adam and gradient clipping"),
     "apex": ("apex", "Megatron's fused optimizer and gradient accumulation"),
 }
 

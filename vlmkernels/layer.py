@@ -24,6 +24,7 @@ from vlmkernels._native import (
     check_in_place,
     check_not_recorded,
     check_tensors,
+    check_whole,
     describe,
     has_cuda_kernels,
     launch,
@@ -103,15 +104,18 @@ def _check_apart(name: str, begin: int, x: Tensor, x_begin: int) -> None:
 
 def _parameter(
     name: str, parameter: Tensor | None, grad: str, x: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """What autograd gets of a parameter, and the main_grad that its gradient is added to."""
+) -> tuple[Tensor | None, tuple[Any, Tensor | None]]:
+    """What autograd gets of a parameter; the dense parameter, and the main_grad that its gradient
+    is added to."""
     if grad not in ("dense", "main_grad"):
         raise ValueError(f"{name}_grad is {grad!r}; it must be 'dense' or 'main_grad'")
     main_grad = None
-    if parameter is not None and grad == "main_grad":
-        main_grad = main_grad_of(parameter, name)
+    if parameter is not None:
+        main_grad = main_grad_of(parameter, name) if grad == "main_grad" else None
+        parameter = _aligned(parameter)
     # Without x the parameter brings the backward pass about.
-    return None if main_grad is not None and x.requires_grad else parameter, main_grad
+    seen = None if main_grad is not None and x.requires_grad else parameter
+    return seen, (parameter, main_grad)
 
 
 class _Gradient:
@@ -207,8 +211,8 @@ def rms_norm_backward(
 def _normalize(
     x: Tensor, residual: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and what the backward pass reads beside x: the dense weight, and rstd of every row."""
-    width, weight = x.shape[-1], _aligned(weight)
+    """y, and what the backward pass reads beside x: the weight, and rstd of every row."""
+    width = x.shape[-1]
     rows = x.numel() // max(width, 1)
     y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     pointers = (pointer(x), pointer(residual), pointer(bias), pointer(weight), pointer(y))
@@ -228,7 +232,6 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, values: tuple[Tensor, Tensor | None], eps: float
     ) -> Tensor:
         gain, ctx.main_grad = values
-        x = _aligned(x)
         y, *kept = _normalize(x, None, None, gain, eps)
         ctx.save_for_backward(x, *kept)
         return y
@@ -259,13 +262,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
         float32 a row for it.
 
     Raises:
+        TypeError: x or weight is no tensor.
         ValueError: a dtype, device or shape does not fit.
+        RuntimeError: traced (FakeTensorMode, make_fx, torch.jit).
     """
     check_tensors(weight=weight)
     _check("rms_norm", x, "weight", weight)
     _check_eps(eps)
-    seen, main_grad = _parameter("weight", weight, weight_grad, x)
-    return _norm(x, seen, (weight, main_grad), eps)
+    seen, values = _parameter("weight", weight, weight_grad, x)
+    return _norm(_aligned(x), seen, values, eps)  # a copy that autograd sees
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -285,7 +290,6 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if residual is not None:
             residual = _aligned(residual)
-            added = added if added is None else _aligned(added)
             torch.autograd.graph.increment_version(x)
         y, *kept = _normalize(x, residual, added, gain, eps)
         total = x if residual is None else x.detach()
@@ -340,7 +344,9 @@ def add_rms_norm_(
         keeps s and a float32 a row for it.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: a dtype, device, shape or stride does not fit.
+        RuntimeError: as rms_norm.
     """
     check_tensors(weight=weight)
     _check("add_rms_norm_", x, "weight", weight)
@@ -363,10 +369,9 @@ def add_rms_norm_(
             raise ValueError(
                 "residual lies in the memory of x, which is written; pass residual.clone()"
             )
-    seen, main_grad = _parameter("weight", weight, weight_grad, x)
-    seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
-    values = (weight, main_grad), (bias, bias_main_grad)
-    return _add_norm(x, residual, seen, seen_bias, values, eps)
+    seen, of_weight = _parameter("weight", weight, weight_grad, x)
+    seen_bias, of_bias = _parameter("bias", bias, bias_grad, x)
+    return _add_norm(x, residual, seen, seen_bias, (of_weight, of_bias), eps)
 
 
 @not_traced
@@ -422,25 +427,27 @@ class _SwiGLU(torch.autograd.Function):
         bias: Tensor | None,
         values: tuple[Tensor | None, Tensor | None],
         padding: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         both, (added, ctx.main_grad) = x.shape[-1], values
         rows = x.numel() // max(both, 1)
         y = x.new_empty(*x.shape[:-1], both // 2 + padding)
-        if added is not None:
-            added = _aligned(added)
-            if not x.is_cuda:
-                _check_apart("bias", pointer(added), x, pointer(x))
-                torch.autograd.graph.increment_version(x)
-                x = x.detach()  # of a view autograd would refuse what it sees written
-        ctx.save_for_backward(x, added if x.is_cuda else None)
+        if added is not None and not x.is_cuda:
+            _check_apart("bias", pointer(added), x, pointer(x))
+            torch.autograd.graph.increment_version(x)
+            x = x.detach()  # of a view autograd would refuse what it sees written
+        origin = x.new_empty(0)  # through which autograd still sees what x and bias come from
+        ctx.save_for_backward(x, added if x.is_cuda else None, origin)
         pointers = (pointer(x), pointer(added), pointer(y))
         launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype], y.shape[-1])
-        return y
+        return y, origin
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        learns = ctx.needs_input_grad[1]
-        return *once(swiglu_backward, dy, *ctx.saved_tensors, learns, ctx.main_grad), None, None
+    def backward(  # type: ignore[override]
+        ctx: Any, dy: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        *saved, origin = ctx.saved_tensors
+        inputs = dy, *saved, ctx.needs_input_grad[1], ctx.main_grad
+        return *once(swiglu_backward, *inputs, also=origin), None, None
 
 
 _swiglu = recorded(_SwiGLU)
@@ -467,7 +474,9 @@ def swiglu_(
         [.., F + padding], contiguous, x's dtype. Differentiable once in x and bias; keeps x for it.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: a dtype, device, shape or stride does not fit.
+        RuntimeError: as rms_norm.
     """
     _check("swiglu_", x, "bias", bias)
     if x.shape[-1] % 2 or not x.is_contiguous():
@@ -475,6 +484,7 @@ def swiglu_(
             f"x has shape {list(x.shape)} and strides {x.stride()}; swiglu_ needs a contiguous "
             "tensor whose last dimension is even"
         )
+    check_whole(padding=padding)
     if padding < 0 or (padding and not x.is_cuda) or padding * x.element_size() % 8:
         raise ValueError(
             f"padding is {padding} for x, {describe(x)}; it must be 0, or on CUDA a multiple of 8 "
@@ -483,5 +493,5 @@ def swiglu_(
     _check_start("swiglu_", x)
     if bias is not None and not x.is_cuda:
         check_in_place("x", x, "pass x.clone()")
-    seen, main_grad = _parameter("bias", bias, bias_grad, x)
-    return _swiglu(x, seen, (bias, main_grad), padding)
+    seen, values = _parameter("bias", bias, bias_grad, x)
+    return _swiglu(x, seen, values, padding)[0]

@@ -193,7 +193,11 @@ class VisionLayout:
 
     def padded(self, units: int) -> VisionLayout:
         """The layout of a batch with `units` more merged units at its end: one segment and one
-        window of their own, at position (0, 0). On the host only."""
+        window of their own, at position (0, 0).
+
+        Raises:
+            ValueError: the layout is not in host memory.
+        """
         if not units:
             return self
         if self.cu_seqlens.device.type != "cpu":

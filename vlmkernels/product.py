@@ -185,15 +185,15 @@ def _fits(a: Tensor, b: Tensor) -> bool:
         and min(rows, depth, columns) >= smallest(isa, a.dtype)
         and 1 in strides
         and 1 in b.stride()
-        and _is_plain(a, a.dtype)
-        and _is_plain(b, a.dtype)
+        and _on_cpu(a, a.dtype)
+        and _on_cpu(b, a.dtype)
         and torch.get_float32_matmul_precision() == "highest"
         and not torch._C._len_torch_dispatch_stack()
         and not (learning() and (a.requires_grad or b.requires_grad))
     )
 
 
-def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
+def _on_cpu(x: Tensor, dtype: torch.dtype) -> bool:
     kind = type(x) in (Tensor, torch.nn.Parameter) and x.dtype == dtype
     return kind and x.is_cpu and not x.is_neg()
 
@@ -203,7 +203,7 @@ def _takes(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> bool:
     if out is None:
         return True
     return (
-        _is_plain(out, torch.float32 if add else a.dtype)
+        _on_cpu(out, torch.float32 if add else a.dtype)
         and out.shape == (a.shape[0], b.shape[1])
         and out.stride(1) == 1
         and out.stride(0) >= out.shape[1]
@@ -225,4 +225,4 @@ def _end(x: Tensor) -> int:
 
 
 def _adds(bias: Tensor, b: Tensor) -> bool:
-    return _is_plain(bias, b.dtype) and bias.shape == (b.shape[1],) and bias.is_contiguous()
+    return _on_cpu(bias, b.dtype) and bias.shape == (b.shape[1],) and bias.is_contiguous()

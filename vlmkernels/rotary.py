@@ -183,6 +183,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [T, H, D], contiguous, in x's dtype. Differentiable once in x.
 
     Raises:
+        TypeError: x, cos or sin is no tensor.
         ValueError: D is odd, or cos and sin are not [T, D / 2].
     """
     check_tensors(x=x, cos=cos, sin=sin)
@@ -206,6 +207,7 @@ def apply_rotary_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         Differentiable once in qkv.
 
     Raises:
+        TypeError: qkv, cos or sin is no tensor.
         ValueError: D is odd, qkv has no query heads, or cos and sin are not [T, D / 2].
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)

@@ -1,5 +1,6 @@
-"""The command line: dispatch and exit codes. Each command's options stand in its room's command.py,
-which is imported when it is asked for, so that no `--help` waits for another command's packages."""
+"""The command line: dispatch and exit codes. Each command's options stand in its package's
+command.py, which is imported when it is asked for, so that no `--help` waits for another command's
+packages."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from vlmtrain.core.errors import UsageError, UserError, discard_output, said_by_system
-from vlmtrain.core.launch import leave, let_rank_0_speak
+from vlmtrain.core.launch import failed, leave, let_rank_0_speak
 
 _USAGE = """usage: vlmtrain COMMAND [options]
 
@@ -53,37 +54,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = arguments[0], arguments[1:]
     if command not in _COMMANDS:
         known = ", ".join(_COMMANDS)
-        return _fail(f"there is no command {command!r}; the commands are {known}", 2)
+        return failed(f"there is no command {command!r}; the commands are {known}", 2)
     if os.environ.get("VLMKERNELS_ISA"):
         try:
             import_module("vlmkernels")
         except ValueError as error:  # this machine has not these instructions
-            return _fail(str(error), 1)
+            return failed(str(error), 1)
     try:
         code = import_module(f"vlmtrain.{_COMMANDS[command]}.command").main(rest)
         sys.stdout.flush()
         return code
     except UsageError as error:
-        return _fail(str(error), 2)
+        return failed(str(error), 2)
     except UserError as error:
         let_rank_0_speak()
-        return _fail(str(error), 1)
+        return failed(str(error), 1)
     except ModuleNotFoundError as error:
-        return _fail(_not_installed(command, error), 1)
+        return failed(_not_installed(command, error), 1)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return failed("interrupted", 130)
     except BrokenPipeError:  # whoever read the output has left, as `| head` does
         discard_output()
         return 1
     except OSError as error:
         if not (said := said_by_system(error)):
             raise
-        return _fail(said, 1)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
-    return code
+        return failed(said, 1)
 
 
 def _not_installed(command: str, error: ModuleNotFoundError) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.static import kernel_codes
-from tools.cudasim import CSRC
-from tools.cudasim.ptx.toolchain import find_nvcc, missing_tool, run
+from tools.cudasim import CSRC, run
+from tools.cudasim.ptx.toolchain import find_nvcc, missing_tool
 
 TYPES = {"Bf16Math": "BF16", "Fp16Math": "F16"}
 

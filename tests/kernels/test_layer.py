@@ -264,6 +264,27 @@ def test_what_autograd_can_not_know_is_refused() -> None:
         square.sum().backward()
 
 
+SECOND = {  # of inputs whose data the op keeps in a copy, or writes
+    "swiglu_": (lambda x, w: swiglu_(x * 1, w), 8),
+    "rms_norm": (lambda x, w: rms_norm(torch.cat([x, x], 1)[:, :8], w, 1e-6), 8),
+    "rms_norm, every second weight": (lambda x, w: rms_norm(x, (w * 1)[::2], 1e-6), 16),
+    "add_rms_norm_": (lambda x, w: add_rms_norm_(x * 1, x * 2, w, 1e-6)[1], 8),
+}
+
+
+@pytest.mark.parametrize("op", SECOND)
+@pytest.mark.parametrize("of", ["x", "w"])
+def test_no_second_derivative_is_left_out(op: str, of: str) -> None:
+    function, width = SECOND[op]
+    x, w = torch.randn(3, 8), torch.randn(width)
+    inputs = {"x": x, "w": w}
+    scale = torch.ones(inputs[of].shape, requires_grad=True)
+    y = function(**{**inputs, of: inputs[of] * scale})
+    (first,) = torch.autograd.grad(y.sum(), scale, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no derivative: results of vlmkernels"):
+        torch.autograd.grad(first.square().sum(), scale, allow_unused=True)
+
+
 def test_a_residual_in_part_of_xs_memory_is_refused() -> None:
     rows, weight = torch.randn(5, 8), torch.ones(8)
     for x, residual in ((rows[1:], rows[:-1]), (rows[:-1], rows[1:])):

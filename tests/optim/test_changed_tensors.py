@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -265,6 +266,26 @@ def test_a_model_whose_memory_was_replaced_counts() -> None:
         optimizer.step()
         assert_bitwise("model", params[0].detach(), new)
         optimizer.check_masters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_model_replaced_by_one_at_the_same_address_counts(
+    dtype: torch.dtype, fraction: float
+) -> None:
+    memory = np.zeros(40 * dtype.itemsize, dtype=np.uint8)
+    param = nn.Parameter(torch.from_numpy(memory).view(dtype))
+    address = param.data_ptr()
+    optimizer = HybridDeviceOptimizer([param], lr=1e-3, offload_fraction=fraction, weight_decay=0.0)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    version = param._version
+    torch.from_numpy(memory).view(dtype).fill_(7.0)
+    param.data = torch.from_numpy(memory).view(dtype)
+    assert (param.data_ptr(), param._version) == (address, version)
+    optimizer.step()
+    expected = torch.full((40,), 7.0) - 1e-3
+    torch.testing.assert_close(param.detach(), expected.to(dtype), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])

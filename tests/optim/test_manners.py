@@ -8,11 +8,18 @@ import io
 import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from tests.kernels.numeric import assert_bitwise
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, multi_tensor
@@ -51,6 +58,41 @@ def test_loading_keeps_the_kind_of_weight_decay(make: Callable[..., Any], decoup
     optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.param_groups[0]["decoupled_weight_decay"] is decoupled
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"flat": True}], ids=str)
+@pytest.mark.parametrize("source", [torch.optim.AdamW, CPUAdam, HybridDeviceOptimizer])
+@pytest.mark.parametrize("target", [torch.optim.Adam, CPUAdam, HybridDeviceOptimizer])
+def test_states_by_torch_distributed_checkpoint(
+    source: Callable[..., Any], target: Callable[..., Any], options: dict[str, bool], tmp_path: Path
+) -> None:
+    """By files, whose planner takes the keys of the target, and by set_optimizer_state_dict."""
+    kind = StateDictOptions(
+        full_state_dict=options.get("full_state_dict", False),
+        flatten_optimizer_state_dict=options.get("flat", False),
+    )
+
+    def made(make: Callable[..., Any], lr: float) -> tuple[nn.Module, Any]:
+        model = nn.Linear(5, 3)
+        optimizer = make(model.parameters(), lr=lr)
+        model(torch.randn(2, 5)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(source, 0.25)
+    saved = get_optimizer_state_dict(model, optimizer, options=kind)
+    other, loaded = made(target, 0.5)
+    if options:
+        set_optimizer_state_dict(other, loaded, saved, options=kind)
+    else:
+        dcp.save({"optimizer": saved}, checkpoint_id=tmp_path, no_dist=True)
+        found = {"optimizer": get_optimizer_state_dict(other, loaded, options=kind)}
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+        set_optimizer_state_dict(other, loaded, found["optimizer"], options=kind)
+    assert loaded.param_groups[0]["lr"] == 0.25
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert_bitwise(key, loaded.state[twin][key], optimizer.state[param][key])
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])

@@ -28,13 +28,12 @@ from vlmkernels._native import (
 )
 from vlmkernels.embedding.gradients import visual_grad
 from vlmkernels.embedding.lookup import (
-    check_index,
     check_launch,
     check_used,
     check_visual,
     scatter_visual,
 )
-from vlmkernels.embedding.visual_index import shard_rows
+from vlmkernels.embedding.visual_index import check_index, check_rows, shard_rows
 
 
 def add_visual_reference(
@@ -139,13 +138,8 @@ def add_visual_(
     check_tensor("hidden", hidden, dtypes=DTYPES, shape=shape, dim=dim)
     check_index(visual_index, hidden.device)
     check_visual(visual, hidden, "hidden")
-    first, rows = shard_rows(shard, visual_index.shape[0])
-    if hidden.shape[:-1].numel() != rows:
-        raise ValueError(
-            f"hidden has {hidden.shape[:-1].numel()} rows, but visual_index "
-            f"{visual_index.shape[0]} positions"
-            + (f", {rows} for each of {shard[1]} shards" if shard else "")
-        )
+    rows = hidden.shape[:-1].numel()
+    first = check_rows("hidden", rows, visual_index.shape[0], shard)
     check_in_place("hidden", hidden, "pass hidden.clone()", visual)
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vlmkernels import _native
 from vlmkernels._native import DTYPES, check_tensor, define, describe, launch, pointer
+from vlmkernels.embedding.visual_index import check_index
 
 #: Devices whose reduction writes the rows without a position as well.
 CLEARS_ROWS = ("cpu",)
@@ -32,9 +33,7 @@ CLEARS_ROWS = ("cpu",)
 def _visual_grad(
     grad: Tensor, visual_index: Tensor, first: int, visual_rows: int, dtype: torch.dtype
 ) -> Tensor:
-    check_tensor(
-        "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=grad.device
-    )
+    check_index(visual_index, grad.device)
     if not 0 <= first <= len(visual_index) - len(grad):
         raise ValueError(
             f"grad has {len(grad)} rows from position {first} on, but visual_index "
@@ -71,9 +70,7 @@ def _sorted(
     check_tensor(
         "input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1, device=grad.device
     )
-    check_tensor(
-        "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=grad.device
-    )
+    check_index(visual_index, grad.device)
     if not 0 <= first <= min(len(input_ids), len(visual_index)) - rows:
         raise ValueError(
             f"grad has {rows} rows from position {first} on, but input_ids {len(input_ids)} "

@@ -39,7 +39,7 @@ from vlmkernels._native import (
     without_transforms,
 )
 from vlmkernels.embedding import gradients
-from vlmkernels.embedding.visual_index import shard_rows
+from vlmkernels.embedding.visual_index import check_index, check_rows, shard_rows
 
 #: Where visual_embedding's gradient of the table goes.
 WeightGrad = Literal["dense", "sparse", "main_grad"]
@@ -334,12 +334,6 @@ _scatter_with_gradients = without_transforms("scatter_visual_", recorded(_Scatte
 # ---- argument checks -----------------------------------------------------------------------------
 
 
-def check_index(visual_index: Tensor, device: torch.device) -> None:
-    check_tensor(
-        "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=device
-    )
-
-
 def check_visual(visual: Tensor, like: Tensor, name: str, *, any_dtype: bool = False) -> None:
     dtypes = DTYPES if any_dtype else [like.dtype]
     check_tensor("visual", visual, dtypes=dtypes, shape="[n, h]", dim=2, device=like.device)
@@ -357,14 +351,7 @@ def _check_scatter(
     check_tensor("embeddings", embeddings, dtypes=DTYPES, shape="[S, h]", dim=2)
     check_index(visual_index, embeddings.device)
     check_visual(visual, embeddings, "embeddings")
-    first, rows = shard_rows(shard, visual_index.shape[0])
-    if embeddings.shape[0] != rows:
-        raise ValueError(
-            f"embeddings has {embeddings.shape[0]} rows, but visual_index "
-            f"{visual_index.shape[0]} positions"
-            + (f", {rows} for each of {shard[1]} shards" if shard else "")
-        )
-    return first
+    return check_rows("embeddings", embeddings.shape[0], visual_index.shape[0], shard)
 
 
 def _padding_id(padding_idx: int, weight: Tensor, vocab_range: tuple[int, int] | None) -> int:

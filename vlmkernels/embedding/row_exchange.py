@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlmkernels._native import check_tensor, check_tensors, check_whole, recorded
-from vlmkernels.embedding.visual_index import shard_rows
+from vlmkernels._native import check_tensor, check_tensors, check_whole, learning, recorded
+from vlmkernels.embedding.visual_index import check_index, shard_rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def row_exchange(
         TypeError: visual_index or owner is no tensor.
         ValueError: an argument of another kind; a row, an owner or the rank out of range.
     """
-    check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
+    check_index(visual_index)
     check_tensor("owner", owner, dtypes=[torch.int32, torch.int64], shape="[n]", dim=1)
     check_whole(rank=rank)
     if not isinstance(shards, Sequence):
@@ -98,21 +98,37 @@ def row_exchange(
 
 
 def exchange_rows(
-    rows: Tensor, exchange: RowExchange, group: dist.ProcessGroup | None = None
+    rows: Tensor,
+    exchange: RowExchange,
+    group: dist.ProcessGroup | None = None,
+    *,
+    learns: bool | None = None,
 ) -> Tensor:
-    """Send and receive what `exchange` says.
+    """Send and receive what `exchange` says; in a backward pass, gradients the other way.
 
     Args:
         rows: [n of this rank, h], the rows that it owns, in ascending order.
         exchange: from `row_exchange`, of this rank in `group`.
-        group: the default group if None. Every rank of it must call this.
+        group: the default group if None. Every rank of it must call this, and where gradients go
+            back each must run a backward pass through its result.
+        learns: whether gradients go back, alike on all ranks. None: where the rows of any rank
+            require them; to ask takes an all-reduce, which the host waits for.
 
     Returns:
         [rows received, h]. Its gradients go back to the owners, where those of a row that several
         ranks have taken are added in the order of the ranks.
+
+    Raises:
+        TypeError: rows is no tensor.
     """
     check_tensors(rows=rows)
-    return recorded(_Exchange)(rows, exchange, group)
+    if learns is None:
+        asks = torch.tensor([float(rows.requires_grad and learning())], device=rows.device)
+        dist.all_reduce(asks, dist.ReduceOp.MAX, group)
+        learns = bool(asks)
+    if rows.requires_grad != learns:  # as of a rank that has no rows
+        rows = rows.detach().requires_grad_(learns)
+    return _exchange(rows, exchange, group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -135,6 +151,9 @@ class _Exchange(torch.autograd.Function):
             # One rank's rows are different ones, so there is no order inside to depend on.
             out.index_add_(0, numbers.to(grad.device), part)
         return out, None, None
+
+
+_exchange = recorded(_Exchange)
 
 
 def _swap(parts: list[Tensor], counts: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:

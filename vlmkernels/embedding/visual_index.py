@@ -40,6 +40,23 @@ def shard_rows(
     return positions // size * rank, positions // size
 
 
+def check_index(visual_index: Tensor, device: torch.device | None = None) -> None:
+    check_tensor(
+        "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=device
+    )
+
+
+def check_rows(name: str, rows: int, positions: int, shard: tuple[int, int] | None) -> int:
+    """The first position of the shard, whose number of positions must be `rows`."""
+    first, wanted = shard_rows(shard, positions)
+    if rows != wanted:
+        raise ValueError(
+            f"{name} has {rows} rows, but visual_index {positions} positions"
+            + (f", {wanted} for each of {shard[1]} shards" if shard else "")
+        )
+    return first
+
+
 def visual_index_reference(
     input_ids: Tensor, token_ids: int | Sequence[int], *, separate: bool = False
 ) -> Tensor:

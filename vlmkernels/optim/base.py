@@ -17,6 +17,12 @@ from .checks import Snapshot, check_nonfinite, check_separate, hyperparameters, 
 from .state import check_moments, mark_codes, read_state_dict
 
 
+def _torch_settings() -> dict[str, Any]:
+    """Of a group of torch's Adam, by whose names torch.distributed.checkpoint asks for them; a step
+    reads none but those that this class replaces."""
+    return torch.optim.Adam([torch.empty(0)]).defaults
+
+
 class AdamBase(torch.optim.Optimizer):
     """See CPUAdam for the arguments."""
 
@@ -35,6 +41,7 @@ class AdamBase(torch.optim.Optimizer):
         nonfinite: str,
     ) -> None:
         defaults = {
+            **_torch_settings(),
             "lr": lr,
             "betas": betas,
             "eps": eps,

@@ -12,12 +12,14 @@ from operator import attrgetter, ne, or_
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vlmkernels._native import describe
 
 from .host_step import HostStep
 
 _VERSION = attrgetter("_version")
+_STORAGE = attrgetter("_cdata")  # of an untyped storage
 
 
 def is_own_master(param: Tensor) -> bool:
@@ -48,9 +50,12 @@ class Masters:
         self.copies: dict[Tensor, Tensor] = {}
         self._forms: dict[Tensor, tuple] = {}  # of each parameter, when its state was made
         # Address and version of each parameter as the last step left it, by its id: a tensor's
-        # hash is slow, and thousands of tuples would wake the garbage collector.
+        # hash is slow, and thousands of tuples would wake the garbage collector. And its storage,
+        # since `.data =` counts no version, and a second one may bring the first one's address.
         self._addresses: dict[int, int] = {}
         self._versions: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._references: dict[int, StorageWeakRef] = {}  # so that no other storage lies there
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
 
@@ -66,7 +71,7 @@ class Masters:
     def forget(self, param: Tensor) -> None:
         for by_param in (self._forms, self.copies):
             by_param.pop(param, None)
-        for by_id in (self._addresses, self._versions):
+        for by_id in (self._addresses, self._versions, self._storages, self._references):
             by_id.pop(id(param), None)
         self._read.discard(param)
 
@@ -97,6 +102,14 @@ class Masters:
             return
         self._addresses.update(zip(map(id, params), map(Tensor.data_ptr, params), strict=True))
         self._versions.update(zip(map(id, params), map(_VERSION, params), strict=True))
+        for param in compress(params, self._replaced(params)):
+            reference = StorageWeakRef(param.untyped_storage())
+            self._references[id(param)], self._storages[id(param)] = reference, reference.cdata
+
+    def _replaced(self, params: list[Tensor]) -> Iterable[bool]:
+        """Whether each has another storage than at the last step."""
+        now = map(_STORAGE, map(Tensor.untyped_storage, params))
+        return map(ne, now, map(self._storages.get, map(id, params)))
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -118,7 +131,8 @@ class Masters:
             return
         moved = map(ne, map(Tensor.data_ptr, params), map(self._addresses.get, map(id, params)))
         written = map(ne, map(_VERSION, params), map(self._versions.get, map(id, params)))
-        for param in list(compress(params, map(or_, moved, written))):
+        changed = map(or_, map(or_, moved, written), self._replaced(params))
+        for param in list(compress(params, changed)):
             if self._stale(param):
                 self.sync([param])
 

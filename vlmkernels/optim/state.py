@@ -256,9 +256,9 @@ def read_state_dict(
                 )
         group["params"] = before["params"]
         group["decoupled_weight_decay"] = before["decoupled_weight_decay"]
-        if "param_names" in before:
-            group.setdefault("param_names", before["param_names"])
         hyperparameters(group, f"parameter group {i} of the loaded state")
+        for key in before.keys() - group.keys():  # param_names, settings of a newer torch
+            group[key] = before[key]
     # What belongs to no parameter is kept as it is, as torch does.
     loaded |= {key: x for key, x in state_dict["state"].items() if key not in numbers}
     return groups, loaded

@@ -287,16 +287,20 @@ def to_hf(
             name = f"part-{number:05d}.safetensors"
             writer = SafetensorsWriter(work / name, [t for _, tensors in jobs for t in tensors])
             sizes: dict[str, int] = {}
-            for row, _ in jobs:
-                values = weights.hf(row)
-                for i, tensor_name in enumerate(row.hf):
-                    tensor = _cast(values[i], dtype, f"{weights.folder}: {tensor_name}")
-                    writer.add(tensor_name, tensor)
-                    sizes[tensor_name] = tensor.numel() * tensor.element_size()
-                    done += sizes[tensor_name]
-                    count += 1
-                report(done)
-            writer.close()
+            try:
+                for row, _ in jobs:
+                    values = weights.hf(row)
+                    for i, tensor_name in enumerate(row.hf):
+                        tensor = _cast(values[i], dtype, f"{weights.folder}: {tensor_name}")
+                        writer.add(tensor_name, tensor)
+                        sizes[tensor_name] = tensor.numel() * tensor.element_size()
+                        done += sizes[tensor_name]
+                        count += 1
+                    report(done)
+                writer.close()
+            except BaseException:
+                writer.abandon()
+                raise
             files.append((name, sizes))
         finish_hf_folder(work, files)
         all_kinds = {kind for row in rows(weights.spec) for kind in weights.dtypes(row)}

@@ -178,13 +178,16 @@ class LoraSection:
     """Adapters on those of the vision tower's linears that targets names as well."""
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
 @dataclass
 class RecomputeSection:
     """Activations that are computed again in the backward pass instead of kept."""
 
-    vision: Literal["none", "selective", "full"] = "none"
+    vision: Recompute = "none"
     """selective: the MLPs, where most of a layer's activations are; full: whole layers."""
-    language: Literal["none", "selective", "full"] = "none"
+    language: Recompute = "none"
 
 
 @dataclass

@@ -6,6 +6,7 @@ nothing is patched but what Megatron clips gradients with (`vlmtrain.core.clippi
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from contextlib import AbstractContextManager
@@ -42,10 +43,11 @@ class Backend:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak_memory(self) -> None:
-        """Raises OSError on a CPU whose system keeps the peak of a process (Linux does not)."""
+        """On a CPU only where Linux lets a process do so; else the peak is that since its start."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        else:
+            return
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the kernel's word for it
 
     def memory_bytes(self) -> int:

@@ -39,5 +39,11 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def shown(names: list[str], most: int = 6, others: str = "") -> str:
+    """The first `most` names, and how many more there are; `others`: where those are named."""
+    more = f" and {len(names) - most} more{others}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 class UsageError(UserError):
     """Options that can't be understood: the command line exits with 2."""

@@ -24,6 +24,7 @@ from vlmtrain.core.errors import UserError, discard_output, said_by_system
 # A peer that stops answering for this long ends the run where no watchdog has before.
 _TIMEOUT = timedelta(minutes=30)
 _LAUNCHER = "VLMTRAIN_LAUNCHER"  # to the processes of `start`: the process that started them
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # where launchers say a process's rank
 # How gloo, NCCL and torch's store say that the process at the other end has ended.
 _PEER_GONE = (
     "Connection closed by peer",
@@ -237,17 +238,17 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
     except UserError as error:
         if error.print_here:
             let_rank_0_speak()
-        return leave(_failed(str(error), 1) if error.print_here else 1)
+        return leave(failed(str(error), 1) if error.print_here else 1)
     except KeyboardInterrupt:  # our launcher says it itself
-        return leave(130 if process.rank or launched() else _failed("interrupted", 130))
+        return leave(130 if process.rank or launched() else failed("interrupted", 130))
     except BrokenPipeError:  # of this process's own output
         raise
     except Exception as error:
         if peer_gone(error):
-            return leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
+            return leave(failed(f"rank {process.rank} ends: another rank is gone", 1))
         if isinstance(error, OSError) and (said := said_by_system(error)):
             let_rank_0_speak()
-            return leave(_failed(said, 1))
+            return leave(failed(said, 1))
         print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return leave(1)
@@ -264,9 +265,20 @@ def let_rank_0_speak() -> None:
     """Wait before an error is printed that was found before the ranks could agree who says it: it
     is rank 0's to say, and its launcher ends this process; what only this rank meets is said after
     the pause."""
-    ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
-    if any(rank.isdigit() and int(rank) for rank in ranks) and not _connected():
+    if not _is_first() and not _connected():
         time.sleep(_RANK_0_FIRST)
+
+
+def _is_first() -> bool:
+    """Whether no launcher says that this process is another than rank 0."""
+    ranks = (os.environ.get(name, "0") for name in _RANKS)
+    return not any(rank.isdigit() and int(rank) for rank in ranks)
+
+
+def say_once(message: str) -> None:
+    """Print to stderr: not on every rank, and not again where `--nproc` has started this one."""
+    if _is_first() and _LAUNCHER not in os.environ:
+        print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
 
 
 def _connected() -> bool:
@@ -288,7 +300,8 @@ def leave(code: int) -> int:
     return code
 
 
-def _failed(message: str, code: int) -> int:
+def failed(message: str, code: int) -> int:
+    """Say why the process ends; returns its exit code."""
     print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
     return code
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from vlmtrain.core import coming_from
 from vlmtrain.core.errors import UsageError
+from vlmtrain.core.launch import say_once
 
 # Sections of `train` whose options other commands have without one.
 _SHARED = ("train.", "loader.")
@@ -122,8 +121,4 @@ def _known(name: str, valid: Iterable[str]) -> bool:
 
 
 def say_renamed(before: str, now: str) -> None:
-    """Say a new name once: not on every rank, and not again where `--nproc` has started it."""
-    ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-    first = all(os.environ.get(rank, "0") == "0" for rank in ranks)
-    if first and "VLMTRAIN_LAUNCHER" not in os.environ:
-        print(f"vlmtrain: {before} is called {now} now", file=sys.stderr, flush=True)
+    say_once(f"{before} is called {now} now")

@@ -17,10 +17,3 @@ class DataError(UserError):
     kind: Kind = "format"
     sample_id: str | None = None
     whole_source = False  # nothing of the source can be read: no policy skips that
-
-
-def whole_source(message: str) -> DataError:
-    """The error of a file or folder that cannot be read at all."""
-    error = DataError(message)
-    error.whole_source = True
-    return error

@@ -97,7 +97,8 @@ class Processor:
             system: system prompt of conversations that have none; it becomes part of the template.
 
         Raises:
-            DataError: no tokenizer, settings that contradict config.json, or no pack_length.
+            DataError: no tokenizer, settings that contradict config.json, a pack_length below 1, or
+                what `limited` refuses.
         """
         if pack_length is not None and pack_length < 1:
             raise DataError(f"pack_length must be at least 1, got {pack_length}")

@@ -45,42 +45,19 @@ def demo(
     nproc: int = 2,
     parallel: ParallelSection = _ONE_PROCESS,
 ) -> int:
-    """Train a small model on photographs and let transformers ask it about them.
+    """Train a small model on photographs and let transformers ask it about them. The exit status
+    is 0 when at least 90% of the answers are right word for word, else 1.
 
     Args:
         output: folder to write.
         family: of the small model.
         nproc: processes (pipeline stages, unless --parallel.* says otherwise).
         parallel: layout of the training run.
-    """
-    return run_demo(output, family=family, nproc=nproc, parallel=parallel)
-
-
-def run_demo(
-    output: Path,
-    nproc: int = 2,
-    seed: int = 0,
-    family: Family = "qwen2_5_vl",
-    steps: int = STEPS,
-    parallel: ParallelSection | None = None,
-) -> int:
-    """Run the whole demo in `output` and return the exit status: 0 when at least 90% of the
-    training answers are reproduced word for word by transformers, else 1.
-
-    Args:
-        output: folder of its own (made if missing, an earlier demo's files are replaced); holds
-            demo.png, demo.json, photographs/, shards/, tiny_model/ and trained/ afterwards.
-        nproc: processes of the training run; the pipeline has as many stages.
-        seed: of the random weights and of the data order.
-        family: of the small model.
-        steps: optimizer steps.
-        parallel: another layout of the training run.
 
     Raises:
         UserError: a package of the `demo` extra is missing, `output` holds other files or can't be
             written, or the training command failed.
     """
-    output = Path(output)
     started = time.perf_counter()
     from safetensors import SafetensorError
 
@@ -90,12 +67,12 @@ def run_demo(
         shards = _build_data(output)
         title = FAMILIES[family].title
         _heading(2, f"a small {title} with random weights and its own tokenizer")
-        tiny = _build_model(output, seed, family)
+        tiny = _build_model(output, family)
 
-    layout = layout_options(nproc, parallel or ParallelSection())
+    layout = layout_options(nproc, parallel)
     _heading(3, f"training: {nproc} processes, {' '.join(layout)}, megatron-core")
     training_started = time.perf_counter()
-    _train(train_command(tiny, shards, output / "trained", nproc, seed, steps, layout))
+    _train(train_command(tiny, shards, output / "trained", nproc, layout))
     training_seconds = time.perf_counter() - training_started
 
     _heading(4, "transformers loads the trained folder and answers")
@@ -108,7 +85,7 @@ def run_demo(
         "questions": len(answers),
         "parameters": parameters,
         "processes": nproc,
-        "steps": steps,
+        "steps": STEPS,
         "training_seconds": round(training_seconds, 1),
         "seconds": round(time.perf_counter() - started, 1),
         "answers": [asdict(answer) for answer in answers],
@@ -173,8 +150,8 @@ def training_texts() -> list[str]:
     ]
 
 
-def _build_model(output: Path, seed: int, family: Family) -> Path:
-    folder = write_folder(output / "tiny_model", training_texts(), seed, family)
+def _build_model(output: Path, family: Family) -> Path:
+    folder = write_folder(output / "tiny_model", training_texts(), family=family)
     size = (folder / "model.safetensors").stat().st_size
     print(f"  {folder}: {size / 4e6:.1f} million parameters, {VOCAB_SIZE} tokens")
     return folder
@@ -196,7 +173,7 @@ def layout_options(nproc: int, parallel: ParallelSection) -> list[str]:
 
 
 def train_command(
-    model: Path, data: Path, output: Path, nproc: int, seed: int, steps: int, layout: list[str]
+    model: Path, data: Path, output: Path, nproc: int, layout: list[str]
 ) -> list[str]:
     """The training command, the same that a user types."""
     options: dict[str, Any] = {
@@ -204,11 +181,10 @@ def train_command(
         "--data": data,
         "--output": output,
         "--nproc": nproc,
-        "--train.steps": steps,
+        "--train.steps": STEPS,
         "--train.pack_length": PACK_LENGTH,
         "--train.global_batch_packs": GLOBAL_BATCH,
         "--train.precision": "fp32",
-        "--train.seed": seed,
         "--train.log_every": 10,
         "--optimizer.lr": LEARNING_RATE,
         "--optimizer.min_lr": LEARNING_RATE / 10,

@@ -85,9 +85,9 @@ PHOTOGRAPHS = (
 )
 
 
-def read_conversations(path: Path = CONVERSATIONS) -> list[dict[str, Any]]:
-    """The ShareGPT samples of `path`: `id`, `conversations`, and `image` (a name or a list)."""
-    samples: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+def read_conversations() -> list[dict[str, Any]]:
+    """The ShareGPT samples: `id`, `conversations`, and `image` (a name or a list)."""
+    samples: list[dict[str, Any]] = json.loads(CONVERSATIONS.read_text(encoding="utf-8"))
     return samples
 
 

@@ -44,7 +44,7 @@ class EvaluateConfig:
     max_new_tokens: Positive = 512
     """Longest answer; with --tasks."""
     kernels: bool = True
-    """With --tasks: attend with vlmkernels; --no_kernels: with transformers' own code."""
+    """With --tasks: run vlmkernels in transformers' model; --no_kernels: its own code alone."""
     parallel: ParallelSection = field(default_factory=ParallelSection)
     loader: LoaderSection = field(default_factory=LoaderSection)
     media: MediaSection = field(default_factory=MediaSection)

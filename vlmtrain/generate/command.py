@@ -58,7 +58,7 @@ class GenerateConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 on a GPU, fp32 on the CPU."""
     kernels: bool = True
-    """Attend with vlmkernels; --no_kernels: with transformers' own code."""
+    """Run vlmkernels in transformers' model; --no_kernels: its own code alone."""
     media: MediaSection = field(default_factory=MediaSection)
 
     def validate(self) -> None:

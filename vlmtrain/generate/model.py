@@ -98,7 +98,7 @@ class Answerer:
     Args:
         folder: Hugging Face folder.
         precision: of weights and activations; "auto": bf16 on a GPU, fp32 on the CPU.
-        kernels: attend in the vision tower with vlmkernels instead of transformers' own code.
+        kernels: enable vlmkernels in the model (`vlmkernels.integrations.transformers`).
         section: sizes of images and videos instead of the folder's.
         template, system: as `Processor.from_folder`.
 

@@ -74,8 +74,9 @@ def adapter_parameters(spec: ModelSpec, lora: LoraSection, tensor: int, vision: 
 
 
 def check_lora(lora: LoraSection, freeze: FreezeSection, spec: ModelSpec) -> None:
-    """Raise UserError for settings that can't be used, for targets that this model does not
-    have, with the nearest one, and for adapters in a part that is to keep its weights."""
+    """Raise UserError where nothing is left to train, for settings that can't be used, for targets
+    that this model does not have, with the nearest one, and for adapters in a part that is to keep
+    its weights."""
     check_ranges(lora, "--lora.")
     given = [f"--lora.{one.name}" for one in fields(lora) if getattr(lora, one.name) != one.default]
     if not lora.rank:
@@ -83,6 +84,11 @@ def check_lora(lora: LoraSection, freeze: FreezeSection, spec: ModelSpec) -> Non
             raise UserError(
                 f"{' and '.join(given)} need --lora.rank, which is 0, so that all weights would be "
                 "trained; set it, or leave the others out"
+            )
+        if freeze.vision and freeze.merger and freeze.language:
+            raise UserError(
+                "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
+                "--freeze.merger, --freeze.language"
             )
         return
     if not 0 < lora.alpha < math.inf or not 0 <= lora.dropout < 1:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.nn import Module
 
-from vlmtrain.core.collectives import shared_error
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.lora import add_adapters
@@ -55,9 +54,6 @@ def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = No
     DeepStack's mergers, which hidden states do not pass. Collective over the pipeline.
 
     A `replica` of the vision tower feeds stage 0 from outside the pipeline.
-
-    Raises:
-        UserError: nothing is left to train; on every rank.
     """
     local = {
         (stage.stage, name.startswith("vision.") and "deepstack_mergers" not in name)
@@ -71,11 +67,6 @@ def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = No
     learning_of_ranks: list[set[tuple[int, bool]]] = [set()] * dist.get_world_size(group)
     dist.all_gather_object(learning_of_ranks, local, group=group)
     learning = set().union(*learning_of_ranks)
-    if not learning:
-        raise shared_error(
-            "every parameter is frozen, there is nothing to train; drop one of --freeze.vision, "
-            "--freeze.merger, --freeze.language"
-        )
     for stage in stages:
         before = [tower for number, tower in learning if number < stage.stage]
         stage.learns_before, stage.tower_learns_before = bool(before), any(before)

@@ -74,7 +74,7 @@ class StepRows:
             `learns`; `indices` says where.
         """
         self._computed = rows.detach().requires_grad_(learns)
-        self._received = exchange_rows(self._computed, self._exchange, self.group)
+        self._received = exchange_rows(self._computed, self._exchange, self.group, learns=learns)
         self._order = to_device(self._order, rows.device)
         arrived = self._received.detach()[self._order]
         # Nobody reads the values in their order of arrival again: only the graph is kept of them.

@@ -20,6 +20,7 @@ from vlmtrain.core.config import (
     TrainSection,
     check_ranges,
 )
+from vlmtrain.core.errors import shown
 from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.options import spelled
 from vlmtrain.core.run_folder import model_of
@@ -94,11 +95,6 @@ def plan(
     kind = find_gpu(gpu)
     model = model_of(model)
     spec = read_spec(model)
-    if freeze.vision and freeze.merger and freeze.language and not lora.rank:
-        raise PlanError(
-            "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
-            "--freeze.merger, --freeze.language"
-        )
     check_lora(lora, freeze, spec)
     index = None
     if data:
@@ -190,7 +186,7 @@ def render(ranking: Plan, title: str) -> str:
 def fullest_step(ranking: Plan, index: SampleIndex, loader: LoaderSection) -> str:
     """The step of the first epoch that needs most memory in the best layout, and its samples."""
     from vlmtrain.data.packing.sampler import Position, Sampler
-    from vlmtrain.plan.heaviest import Loads, fullest, shown
+    from vlmtrain.plan.heaviest import Loads, fullest
 
     option, spec = ranking.best.option, ranking.spec
     batch = ranking.global_batch

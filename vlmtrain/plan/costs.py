@@ -25,11 +25,10 @@ from vlmtrain.models.family import table_of
 from vlmtrain.models.lora_costs import adapter_parameters
 from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.hardware import Gpu
-from vlmtrain.plan.workload import COLUMNS, Packs
+from vlmtrain.plan.workload import COLUMNS, PATCHES, TARGETS, TOKENS, Packs
 
 # Rows of a cost block: compute and communication, forward and backward.
 COMPUTE_F, COMPUTE_B, COMM_F, COMM_B = range(4)
-TOKENS, PAIRS, PATCHES, FRAMES, WINDOWS, TARGETS = range(COLUMNS)
 
 
 @dataclass(frozen=True)

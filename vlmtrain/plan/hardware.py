@@ -1,8 +1,8 @@
 """GPUs and links: four built-in kinds, a TOML file for others, and measured efficiencies.
 
 Peak rates are the vendors' dense bf16 figures; bandwidths are one direction, per GPU. The
-efficiencies of matrix work (language 0.50, vision 0.38 of peak) are what good trainers reach on
-8K packs. They are guesses until a run has been measured: write the measured ones into a TOML file
+efficiencies of matrix work are what good trainers reach on 8K packs. They are guesses until a run
+has been measured: write the measured ones into a TOML file
 
     base = "h100"                      # start from a built-in kind
     measured = true                    # narrows the stated uncertainty
@@ -21,6 +21,7 @@ from typing import Any
 
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.toml import read_toml
+from vlmtrain.data.packing.costs import LANGUAGE_EFFICIENCY, VISION_EFFICIENCY
 
 
 class PlanError(UserError):
@@ -31,8 +32,8 @@ class PlanError(UserError):
 class Efficiency:
     """Shares of a peak that a training run reaches."""
 
-    language: float = 0.50  # of peak_tflops, in the language model
-    vision: float = 0.38  # of peak_tflops, in the vision tower
+    language: float = LANGUAGE_EFFICIENCY  # of peak_tflops, in the language model
+    vision: float = VISION_EFFICIENCY  # of peak_tflops, in the vision tower
     link: float = 0.75  # of nvlink_gbs and network_gbs
     memory: float = 0.80  # of memory_gbs, in the optimizer
 
@@ -148,7 +149,8 @@ def _typed(table: dict[str, Any], kind: type, where: str) -> dict[str, Any]:
             "float": isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
         }[str(wanted)]
         if not ok:
-            raise PlanError(f"{where}{key} is {value!r}; it must be a {wanted} above 0")
+            sign = " above 0" if wanted in ("int", "float") else ""
+            raise PlanError(f"{where}{key} is {value!r}; it must be a {wanted}{sign}")
         result[key] = float(value) if wanted == "float" else value
     return result
 

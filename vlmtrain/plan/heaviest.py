@@ -19,8 +19,6 @@ from vlmtrain.data.packing.sampler import PlannedStep, Position, Sampler
 from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.plan.peak import PeakModel
 
-_IDS = 6
-
 
 class Patches:
     """Patches of an index's samples and packs."""
@@ -169,8 +167,3 @@ def fullest(
                 )
     assert best is not None
     return best
-
-
-def shown(ids: list[str]) -> str:
-    more = f" and {len(ids) - _IDS} more" if len(ids) > _IDS else ""
-    return f"{', '.join(ids[:_IDS])}{more}"

@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import get_args
 
 import numpy as np
 
-from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.config import FreezeSection, LoraSection, Recompute
 from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
@@ -32,7 +33,7 @@ from vlmtrain.plan.hardware import Gpu, PlanError
 from vlmtrain.plan.workload import Packs
 
 OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_LEVELS = ("none", "selective", "full")
+_LEVELS = get_args(Recompute)
 # multiplexed vision, recomputation of vision (a multiplexed tower always is) and of text
 _KINDS = (
     *((False, vision, text) for vision in _LEVELS for text in _LEVELS),

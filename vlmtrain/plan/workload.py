@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 20_000  # more samples than this are thinned: packs to simulate come from these
 COLUMNS = len(fields(Work))
+TOKENS, _PAIRS, PATCHES, _FRAMES, _WINDOWS, TARGETS = range(COLUMNS)
 
 Grid = tuple[int, int, int]
 
@@ -63,11 +64,11 @@ class Packs:
     @property
     def fill(self) -> float:
         """Tokens as a share of full packs."""
-        return float(self.work[:, 0].mean() / self.pack_length)
+        return float(self.work[:, TOKENS].mean() / self.pack_length)
 
     @property
     def image_share(self) -> float:
-        return float(self.work[:, 2].sum() / 4 / self.work[:, 0].sum())
+        return float(self.work[:, PATCHES].sum() / 4 / self.work[:, TOKENS].sum())
 
     @property
     def mean(self) -> np.ndarray:

@@ -137,9 +137,6 @@ class Engine:
             frozen: parts that do not learn.
             parallel: what is overlapped with the passes. With `overlap_param_gather` call
                 `gather_weights` before weights are read elsewhere.
-
-        Raises:
-            UserError: `frozen` leaves nothing to train.
         """
         self.section = optimizer
         parallel = parallel or ParallelSection()

@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
-from vlmtrain.core.config import TrainConfig
+from vlmtrain.core.config import Recompute, TrainConfig
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.parallel.layout import section_layout
 from vlmtrain.plan.heaviest import Loads, Peak, fullest
+from vlmtrain.plan.search import OFFLOADS
 
-_LEVELS = ("none", "selective", "full")
-_OFFLOADS = (0.25, 0.5, 0.75, 1.0)
+_LEVELS = get_args(Recompute)
 _SMALLEST_PIECE = 1024  # patches; smaller ones leave a GPU idle
 
 
@@ -115,7 +116,7 @@ def _remedies(config: TrainConfig, spec: ModelSpec, layout: Layout, cuda: bool) 
             config = replace(config, recompute=again)
             options[f"--recompute.{tower}"] = level
             yield remedy(True)
-    for fraction in _OFFLOADS if cuda and not config.optimizer.offload_schedule else ():
+    for fraction in OFFLOADS[1:] if cuda and not config.optimizer.offload_schedule else ():
         if fraction > config.optimizer.offload_fraction:
             config = replace(config, optimizer=replace(config.optimizer, offload_fraction=fraction))
             options["--optimizer.offload_fraction"] = str(fraction)

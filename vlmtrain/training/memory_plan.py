@@ -12,13 +12,14 @@ import torch.distributed as dist
 from vlmtrain.core.collectives import on_first_rank
 from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.device import Backend
+from vlmtrain.core.errors import shown
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.plan.hardware import Gpu, PlanError, find_gpu
-from vlmtrain.plan.heaviest import Loads, Peak, shown
+from vlmtrain.plan.heaviest import Loads, Peak
 from vlmtrain.telemetry.drift import TOLERANCE, keep_gpu
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.fit import advice, find_remedy, fit, nothing_fits

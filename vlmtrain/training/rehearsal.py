@@ -22,9 +22,9 @@ from megatron.core import parallel_state
 from vlmtrain.core.collectives import on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.device import Backend
-from vlmtrain.core.errors import UserError
+from vlmtrain.core.errors import UserError, shown
 from vlmtrain.data.loader import PackedLoader
-from vlmtrain.plan.heaviest import Loads, Patches, heaviest, lengths, peak_models, shown
+from vlmtrain.plan.heaviest import Loads, Patches, heaviest, lengths, peak_models
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.spikes import examine
 

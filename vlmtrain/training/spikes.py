@@ -13,13 +13,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.errors import shown
 from vlmtrain.core.files import writing
 from vlmtrain.plan import schedule
 
 if TYPE_CHECKING:
     from vlmtrain.training.engine import Engine
-
-_IDS = 12  # sample ids in a message; spikes.jsonl has all
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Origin:
         return (
             f"the first value that is not finite is {kind} {self.module} ({self.part}, stage "
             f"{self.stage}), {where} of replica {self.replica}: samples "
-            f"{', '.join(self.samples[:_IDS])}"
+            f"{shown(self.samples, 12)}"
         )
 
 
@@ -62,8 +61,8 @@ class Spike:
         if self.origin is not None:
             return f"step {self.step}: {self.cause}; {self.origin.describe()}"
         ids = [name for packs in self.packs for pack in packs for name in pack]
-        more = f" and {len(ids) - _IDS} more (spikes.jsonl)" if len(ids) > _IDS else ""
-        return f"step {self.step}: {self.cause}; its samples are {', '.join(ids[:_IDS])}{more}"
+        samples = shown(ids, 12, " (spikes.jsonl)")
+        return f"step {self.step}: {self.cause}; its samples are {samples}"
 
     def write(self, output: Path) -> None:
         path = output / "spikes.jsonl"

@@ -30,7 +30,7 @@ import psutil
 import torch.distributed as dist
 
 from vlmtrain.core.clock import Place
-from vlmtrain.core.errors import UserError
+from vlmtrain.core.errors import UserError, shown
 from vlmtrain.core.launch import peer_gone
 
 T = TypeVar("T")
@@ -40,7 +40,6 @@ _SAVING = 1800.0  # seconds it has at least
 _ANSWER = 5.0  # seconds for the store to answer
 _COLLECT = 10.0  # seconds for all ranks to write where they are: they look every _LOOK
 _LOOK = 4.0
-_IDS = 6  # sample ids named
 _WRAPPERS = ("wrapper", "__torch_function__", "handle_torch_function")
 
 
@@ -263,8 +262,7 @@ def _samples(place: Place) -> str:
         number = place.passes.get(direction, 0) + place.phase.endswith("recv")
         packs = packs[number - 1 : number] or packs
     ids = [name for pack in packs for name in pack]
-    more = f" and {len(ids) - _IDS} more" if len(ids) > _IDS else ""
-    return ", ".join(ids[:_IDS]) + more if ids else "none"
+    return shown(ids) or "none"
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .. import CSRC
+from .. import CSRC, run
 
 HERE = Path(__file__).resolve().parent
 #: From a source's path below csrc, or its name elsewhere, and its code to the code that is built.
@@ -45,13 +44,6 @@ COMMON = [
 def compiler() -> str | None:
     """CXX, or g++; it must know -fsanitize (GCC and Clang do)."""
     return shutil.which(os.environ.get("CXX") or "g++")
-
-
-def run(command: Sequence[str]) -> str:
-    """Runs a tool; its output, or AssertionError with it."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
 
 
 def as_cpp(code: str, path: Path) -> str:

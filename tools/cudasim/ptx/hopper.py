@@ -19,7 +19,7 @@ _BARRIER = re.compile(
 )
 
 
-def _constant(operand: Operand) -> int:
+def constant(operand: Operand) -> int:
     if not isinstance(operand, Immediate):
         raise SimError(f"{operand} is not a constant")
     return operand.bits
@@ -152,7 +152,7 @@ def set_registers(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     if change not in ("inc", "dec") or rest != ["sync", "aligned", "u32"]:
         raise SimError(f"{instruction.text} is not interpreted")
     block.whole_warps(lanes, WARPGROUP)
-    count = _constant(instruction.operands[0])
+    count = constant(instruction.operands[0])
     late = block.barriers.set_registers(block.numbers(lanes), count, change == "inc")
     if len(late):
         raise Hold(late, WAITING)
@@ -173,7 +173,7 @@ def warpgroup(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     elif kind == "commit_group":
         block.products.commit(lanes)
     elif kind == "wait_group":
-        block.products.wait(lanes, _constant(instruction.operands[0]))
+        block.products.wait(lanes, constant(instruction.operands[0]))
     else:
         _multiply(block, instruction, lanes)
 
@@ -195,8 +195,8 @@ def _multiply(block: Block, instruction: Instruction, lanes: Lanes) -> None:
         raise SimError(f"wgmma of {columns} columns")
     c, a, b, add, *constants = instruction.operands
     in_registers = isinstance(a, Vector)
-    signs = tuple(_constant(o) for o in constants[:2])
-    transposed = tuple(_constant(o) for o in constants[2:])
+    signs = tuple(constant(o) for o in constants[:2])
+    transposed = tuple(constant(o) for o in constants[2:])
     if len(constants) != (3 if in_registers else 4) or not set(transposed) <= {0, 1}:
         raise SimError(f"{instruction.text} is not interpreted")
     if not set(signs) <= {-1, 1}:

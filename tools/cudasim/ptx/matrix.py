@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from .bulk import end_group, start_bulk
-from .hopper import copy_box
+from .hopper import constant, copy_box
 from .machine import WARP, Barrier, Block, Lanes, handles
-from .parser import Immediate, Instruction, Operand, Vector
+from .parser import Instruction, Operand, Vector
 from .ptxtypes import Array, SimError, bf16_to_f32
 
 #: Of a lane in an 8 x 8 piece: its row, and the first of its two columns.
@@ -18,12 +18,6 @@ def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
     if not isinstance(operand, Vector) or len(operand.items) != count:
         raise SimError(f"{operand} is not a list of {count} registers")
     return operand.items
-
-
-def _number(operand: Operand) -> int:
-    if not isinstance(operand, Immediate):
-        raise SimError(f"{operand} is not a constant")
-    return operand.bits
 
 
 @handles("bar", "barrier")
@@ -68,12 +62,12 @@ def copy_async(block: Block, instruction: Instruction, lanes: Lanes) -> None:
         block.shared.commit(threads)
         return
     if modifiers == ("async", "wait_group"):
-        block.shared.wait(threads, _number(instruction.operands[0]))
+        block.shared.wait(threads, constant(instruction.operands[0]))
         return
     if modifiers not in (("async", "cg", "shared", "global"), ("async", "ca", "shared", "global")):
         raise SimError(f"{instruction.text} is not interpreted")
     target, source, size, *rest = instruction.operands
-    count = _number(size)
+    count = constant(size)
     given = block.read(rest[0], "u32", lanes) if rest else np.full(len(threads), count)
     if not np.isin(given, (0, count)).all():
         raise SimError("cp.async of a part of its bytes is not interpreted")

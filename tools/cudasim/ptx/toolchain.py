@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from .. import CSRC
+from .. import CSRC, run
 
 HERE = Path(__file__).resolve().parent
 ARCHITECTURES = ("80", "90a")
@@ -41,13 +40,6 @@ def missing_tool() -> str | None:
             "no nvcc (looked at CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda, pip toolkits)"
         )
     return next((f"no {tool} on PATH" for tool in ("gcc", "nm") if not shutil.which(tool)), None)
-
-
-def run(command: Sequence[str]) -> str:
-    """Runs a compiler; its output, or AssertionError with it."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
 
 
 @dataclass

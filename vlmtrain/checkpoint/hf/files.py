@@ -244,6 +244,10 @@ class SafetensorsWriter:
         assert not self._waiting, f"{self._waiting[0]} was not written"
         return self._file.close()
 
+    def abandon(self) -> None:
+        """Leave the file as it is, closed: where files are open, NFS keeps their folder."""
+        self._file.abandon()
+
 
 class ModelFiles:
     """What a model folder holds beside its weights, read at once: a run may outlast the folder.

@@ -113,6 +113,8 @@ def _write(
         except Exception as error:
             failed = error
     if failed is not None:
+        if open_file is not None:
+            open_file.abandon()
         raise failed
     if open_file is not None:
         with replacing(target):

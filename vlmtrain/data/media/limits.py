@@ -15,8 +15,8 @@ from vlmtrain.data.media.images import ImageSettings, read_config
 from vlmtrain.data.media.videos import VideoSettings
 from vlmtrain.data.sample import MediaKind
 
-# A medium takes at most this share of a pack, so that two, or one with its text, fit.
-_SHARE = 2
+# So many of the largest media fit in a pack, or one fewer with its text.
+_PER_PACK = 2
 
 
 def limited(
@@ -51,7 +51,7 @@ def limited(
             )
         videos = videos.with_frames(section.max_frames)
     if pack_length is not None:
-        tokens = pack_length // _SHARE
+        tokens = pack_length // _PER_PACK
         if not section.max_pixels:
             images = images.lowered(tokens * images.factor**2)
         videos = videos.within(
