@@ -125,10 +125,10 @@ def _shorten(processes: list[subprocess.Popen], end: float) -> None:
 def run_cli(
     arguments: Sequence[str], *, timeout: float = 300, env: dict[str, str] | None = None
 ) -> Rank:
-    """`python -m vlmtrain.cli ARGUMENTS` as a user types it."""
+    """`python -m vlmtrain ARGUMENTS` as a user types it."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
-        [sys.executable, "-m", "vlmtrain.cli", *arguments],
+        [sys.executable, "-m", "vlmtrain", *arguments],
         env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,

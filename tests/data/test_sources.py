@@ -120,6 +120,15 @@ def test_epochs_without_a_sample_are_passed_over(
     ]
 
 
+def test_weights_that_leave_hundreds_of_epochs_without_a_sample_are_refused(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    path = write_json(tmp_path / "a.json", [conversation("q", "r")])
+    scan_sources([SourceSpec(str(path), 0.01)], processor, spec, 64)
+    with pytest.raises(DataError, match="a.json:0.009 give a sample in 111 epochs; raise the weig"):
+        scan_sources([SourceSpec(str(path), 0.009)], processor, spec, 64)
+
+
 def test_alpaca_and_llama_factory(tmp_path: Path) -> None:
     records = [
         {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.data.helpers import conversation, save_image, write_json
+from vlmtrain import cli
 from vlmtrain.data.check import check
 from vlmtrain.data.stats import plot_stats, render_stats, stats
 
@@ -58,3 +61,42 @@ def test_stats_by_hand(tmp_path: Path, model_folder: Path) -> None:
     assert f"{tokens:,}" in render_stats(actual)
     assert plot_stats(actual, tmp_path / "plot") == tmp_path / "plot.png"
     assert (tmp_path / "plot.png").is_file()
+
+
+def test_samples_longer_than_a_pack_are_counted(tmp_path: Path, model_folder: Path) -> None:
+    records = [conversation("word " * n, "r") for n in (5, 10, 100)]
+    source = write_json(tmp_path / "c.json", records)
+    lengths = stats([source], model_folder).text_tokens
+    actual = stats([source], model_folder, pack_length=int(lengths[1]))
+    assert (actual.too_long, actual.packs) == (1, 2)
+    assert actual.text_tokens.tolist() == lengths.tolist()
+    assert actual.fill == (lengths[0] + lengths[1]) / (2 * lengths[1])
+    assert f"1 samples are longer than a pack of {lengths[1]} tokens" in render_stats(actual)
+    none = stats([source], model_folder, pack_length=1)
+    assert (none.too_long, none.packs, none.fill) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("action", ["check", "stats", "build"])
+def test_they_measure_by_the_templates_of_training(
+    action: str, tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A longer system prompt, and tools, which only a template of one's own writes."""
+    record = conversation("q", "r") | {"tools": '[{"name": "f", "parameters": {}}]'}
+    source = write_json(tmp_path / "c.json", [record])
+    (tmp_path / "t.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    start = ["data", action, f"--data={source}", f"--model={model_folder}"]
+    start += [f"--output={tmp_path / action}"] if action == "build" else []
+    assert cli.main(start) == 1
+    printed = capsys.readouterr()
+    assert "--loader.template" in printed.out + printed.err
+    start.append(f"--loader.template={tmp_path / 't.jinja'}")
+    assert cli.main(start) == 0
+    if action == "check":
+        before = capsys.readouterr().out
+        assert cli.main([*start, "--loader.system", "one two three"]) == 0
+        after = capsys.readouterr().out
+        tokens = [int(out.rsplit(" tokens:", 1)[0].rsplit(" ", 1)[1]) for out in (before, after)]
+        assert tokens[1] > tokens[0]

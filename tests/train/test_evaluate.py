@@ -148,7 +148,10 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
     split = convert.layout_for(spec, ParallelSection(tensor=2, pipeline=2))
     convert.to_megatron(model, folder / "megatron", split)
     convert.to_hf(folder / "megatron", folder / "back")
-    measure += [f"--data={conversations}", f"--tasks={questions}", "--max_new_tokens=5"]
+    measure += [f"--data={conversations}"]
+    newest = [f"--model={folder / 'watched' / 'checkpoints'}", f"--output={folder / 'newest'}"]
+    commands.append([*measure, *newest])
+    measure += [f"--tasks={questions}", "--max_new_tokens=5"]
     for number, source in enumerate((model, folder / "megatron", folder / "back")):
         output = folder / f"scores-{number}"
         commands.append([*measure, f"--model={source}", f"--output={output}"])
@@ -205,6 +208,9 @@ def test_held_out_loss_is_that_of_transformers(two_ranks, model, conversations) 
     last = json.loads((watched / "metrics.jsonl").read_text().splitlines()[-1])
     trained, _ = reference(watched / "hf", conversations)
     assert last["heldout_loss"] == pytest.approx(trained, rel=1e-5)
+    newest = json.loads((two_ranks / "newest" / "scores.json").read_text())
+    assert newest["model"] == str(watched / "checkpoints" / "step-00000003")
+    assert newest["heldout"]["loss"] == pytest.approx(trained, rel=1e-5)
     assert abs(trained - loss) > 1e-3
 
 

@@ -86,6 +86,8 @@ def check(
     media_root: str | Path | None = None,
     ignored: Sequence[str] = (),
     media: MediaSection | None = None,
+    template: str | Path | None = None,
+    system: str = "",
     write_good: Path | None = None,
 ) -> CheckReport:
     """Read all the data and collect every problem instead of stopping at the first.
@@ -97,6 +99,7 @@ def check(
         media_root: folder that relative media paths start from.
         ignored: keys and marks of records that are not looked at.
         media: sizes of images and videos instead of the model's.
+        template, system: as `Processor.from_folder`.
         write_good: JSONL file to write with the records that have no problem.
 
     Raises:
@@ -108,7 +111,12 @@ def check(
     processor = None
     if model is not None:
         processor = Processor.from_folder(
-            model, read_spec(model), section=media, pack_length=pack_length
+            model,
+            read_spec(model),
+            section=media,
+            pack_length=pack_length,
+            template=template,
+            system=system,
         )
     report = CheckReport()
     ids: dict[str, list[str]] = {}

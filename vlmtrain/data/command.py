@@ -39,6 +39,8 @@ def build_command(
     model: Path | None = None,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
+    template: str = "",
+    system: str = "",
     pack_length: int = 8192,
     media: MediaSection = _MODEL_SIZES,
     samples_per_shard: int = 1000,
@@ -57,6 +59,8 @@ def build_command(
         media_root: folder that relative media paths start from; default: the data file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
+        template: file with a Jinja chat template, instead of the model's own.
+        system: system prompt of conversations that have none, instead of the template's own.
         pack_length: that of the training; with a model, for the sizes that fit.
         media: sizes of images and videos, as in training.
         samples_per_shard: samples in a shard, at most.
@@ -74,7 +78,12 @@ def build_command(
     if model is not None:
         model = model_of(model)
         processor = Processor.from_folder(
-            model, read_spec(model), section=media, pack_length=pack_length
+            model,
+            read_spec(model),
+            section=media,
+            pack_length=pack_length,
+            template=template or None,
+            system=system,
         )
     with progress("build", "samples") as update:
         summary = build_shards(
@@ -105,6 +114,8 @@ def check_command(
     pack_length: int | None = None,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
+    template: str = "",
+    system: str = "",
     media: MediaSection = _MODEL_SIZES,
     write_good: Path | None = None,
 ) -> int:
@@ -117,6 +128,8 @@ def check_command(
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
+        template: file with a Jinja chat template, instead of the model's own.
+        system: system prompt of conversations that have none, instead of the template's own.
         media: sizes of images and videos, as in training.
         write_good: JSONL file to write with the records that have no problem.
     """
@@ -130,6 +143,8 @@ def check_command(
         media_root=media_root,
         ignored=ignore_keys,
         media=media,
+        template=template or None,
+        system=system,
         write_good=write_good,
     )
     print(report.render())
@@ -143,6 +158,8 @@ def stats_command(
     pack_length: int = 8192,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
+    template: str = "",
+    system: str = "",
     media: MediaSection = _MODEL_SIZES,
 ) -> int:
     """Print, and plot, how text, images and costs are distributed.
@@ -155,6 +172,8 @@ def stats_command(
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
+        template: file with a Jinja chat template, instead of the model's own.
+        system: system prompt of conversations that have none, instead of the template's own.
         media: sizes of images and videos, as in training.
     """
     from vlmtrain.data.stats import plot_stats, render_stats, stats
@@ -167,6 +186,8 @@ def stats_command(
         media_root=media_root,
         ignored=ignore_keys,
         media=media,
+        template=template or None,
+        system=system,
     )
     print(render_stats(figures))
     if output is not None:

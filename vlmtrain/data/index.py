@@ -34,6 +34,7 @@ from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
 
 _KINDS = ("image", "video")
+_FEWEST = 0.01  # samples in an epoch by their weights: epochs are planned one by one
 TooLong = Literal["error", "drop", "truncate"]
 
 
@@ -291,6 +292,12 @@ def scan_sources(
             f"last: {skipped[-1]}"
         )
     columns = np.array(rows, dtype=np.int64).T.copy()
+    seen = sum(sources[i].weight for i in columns[0])  # in an epoch
+    if seen < _FEWEST:
+        raise DataError(
+            f"by their weights {', '.join(f'{one.path}:{one.weight:g}' for one in sources)} give a "
+            f"sample in {1 / seen:,.0f} epochs; raise the weights"
+        )
     source, number, offset, size, crc, content, lengths, target_tokens, image_tokens = columns
     grids = np.array(media, dtype=np.int64).reshape(-1, 4)
     for array in (source, lengths, target_tokens, grids, np.array(seconds), np.array(infos)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ class Stats:
     costs: np.ndarray  # in tokens of plain text
     target_tokens: np.ndarray
     pack_length: int
-    packs: int  # of one epoch
+    too_long: int  # samples longer than a pack
+    packs: int  # of one epoch, of the others
     fill: float  # their tokens as a share of full packs
     spread: float  # standard deviation of the packs' costs over their mean
 
@@ -50,20 +52,29 @@ def stats(
     media_root: str | Path | None = None,
     ignored: Sequence[str] = (),
     media: MediaSection | None = None,
+    template: str | Path | None = None,
+    system: str = "",
 ) -> Stats:
-    """Measure the data: tokens, and what the samples cost to train on.
+    """Measure the data: tokens, and what the samples cost to train on. Samples longer than a pack
+    are counted, and in no pack.
+
+    Args:
+        sources: what `parse_sources` takes, with `media_root` and `ignored`.
+        model, media, pack_length, template, system: as `Processor.from_folder`.
 
     Raises:
         DataError: as `scan_sources`; media are not decoded.
     """
     spec = read_spec(model)
-    processor = Processor.from_folder(model, spec, section=media, pack_length=pack_length)
+    processor = Processor.from_folder(
+        model, spec, section=media, pack_length=pack_length, template=template, system=system
+    )
     listed = parse_sources(sources, media_root=media_root, ignored=ignored)
-    index = scan_sources(listed, processor, spec, pack_length, verify=False)
-    return measure_index(index, spec)
+    index = scan_sources(listed, processor, spec, sys.maxsize, verify=False)
+    return _measure(index, spec, pack_length)
 
 
-def measure_index(index: SampleIndex, spec: ModelSpec) -> Stats:
+def _measure(index: SampleIndex, spec: ModelSpec, pack_length: int) -> Stats:
     costs = sample_costs(
         index.lengths, index.target_tokens, index.media_start, index.grids, spec
     ).sum(1)
@@ -71,24 +82,27 @@ def measure_index(index: SampleIndex, spec: ModelSpec) -> Stats:
     entries = epoch_entries(index.source, weights, 0, 0, index.content_hash)
     if not len(entries):
         raise DataError(f"the weights {weights} leave no sample in the first epoch; raise them")
+    fitting = index.lengths <= pack_length
+    number = np.cumsum(fitting) - 1  # of each among those that fit
     plan = plan_epoch(
-        index.lengths,
-        index.pack_length,
+        index.lengths[fitting],
+        pack_length,
         0,
         0,
         index.content_hash,
-        costs=np.rint(16 * costs).astype(np.int64),
-        entries=entries,
+        costs=np.rint(16 * costs[fitting]).astype(np.int64),
+        entries=number[entries[fitting[entries]]],
     )
     return Stats(
         index.lengths - index.image_tokens,
         index.image_tokens,
         costs,
         index.target_tokens,
-        index.pack_length,
+        pack_length,
+        int((~fitting).sum()),
         len(plan),
-        float(plan.tokens.sum() / (len(plan) * index.pack_length)),
-        float(plan.costs.std() / plan.costs.mean()),
+        float(plan.tokens.mean() / pack_length) if len(plan) else 0.0,
+        float(plan.costs.std() / plan.costs.mean()) if len(plan) else 0.0,
     )
 
 
@@ -107,9 +121,17 @@ def render_stats(figures: Stats) -> str:
     console = Console(width=100)
     with console.capture() as capture:
         console.print(table)
-    return capture.get() + (
-        f"{figures.packs:,} packs of up to {figures.pack_length:,} tokens an epoch, "
-        f"{figures.fill:.1%} full, costs within {figures.spread:.1%} (standard deviation)"
+    longer = (
+        f"{figures.too_long:,} samples are longer than a pack of {figures.pack_length:,} tokens "
+        "(--train.pack_length, --loader.too_long)\n"
+    )
+    return (
+        capture.get()
+        + (longer if figures.too_long else "")
+        + (
+            f"{figures.packs:,} packs of up to {figures.pack_length:,} tokens an epoch, "
+            f"{figures.fill:.1%} full, costs within {figures.spread:.1%} (standard deviation)"
+        )
     )
 
 

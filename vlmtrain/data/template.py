@@ -130,6 +130,11 @@ class ChatTemplate:
 
         folder = Path(folder)
         names = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder} is gone: a run that trains on keeps some checkpoints only "
+                "(--checkpoint.keep); start again"
+            )
         if not any((folder / name).is_file() for name in names):
             raise DataError(f"{folder}: no tokenizer.json; copy the model's tokenizer files there")
         try:

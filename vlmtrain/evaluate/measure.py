@@ -48,14 +48,15 @@ def run(config: EvaluateConfig, process: Process) -> None:
     connect(process, backend.process_group)
     try:
         on_first_rank(lambda: _make_output(config.output))
-        results: dict[str, Any] = {"model": str(config.model)}
+        # A run that trains on may have another newest checkpoint a moment later.
+        model = Path(on_first_rank(lambda: str(newest(config.model))))
+        results: dict[str, Any] = {"model": str(model)}
         scored: list[Scored] = []
         with ExitStack() as stack:
-            model = newest(config.model)
             # transformers loads Hugging Face folders; Megatron both kinds, without adapters.
             readable = model
             if config.tasks is not None or needs_merging(model):
-                readable = stack.enter_context(_converted(config))
+                readable = stack.enter_context(_converted(model, config.output))
             if config.data:
                 source = readable if needs_merging(model) else model
                 score = _held_out(config, spec, layout, backend, source)
@@ -78,11 +79,11 @@ def _make_output(output: Path) -> None:
 
 
 @contextmanager
-def _converted(config: EvaluateConfig) -> Iterator[Path]:
+def _converted(model: Path, output: Path) -> Iterator[Path]:
     """The model as a Hugging Face folder, converted by rank 0 where it is none: into the output
     folder, which all ranks see."""
     with ExitStack() as stack:
-        folder = on_first_rank(lambda: str(stack.enter_context(as_hf(config.model, config.output))))
+        folder = on_first_rank(lambda: str(stack.enter_context(as_hf(model, output))))
         yield Path(folder)
         dist.barrier()  # nobody reads any more
 

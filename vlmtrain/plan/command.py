@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ Tables = dict[str, dict[str, Any]]  # sections of a recipe
 
 def main(arguments: list[str]) -> int:
     arguments = spelled(arguments, plan, {"global_batch": "global_batch_packs"})
+    warnings.filterwarnings("ignore")
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
 
 

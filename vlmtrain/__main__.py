@@ -1,0 +1,5 @@
+"""`python -m vlmtrain` is `vlmtrain`."""
+
+from vlmtrain.cli import run
+
+run()
