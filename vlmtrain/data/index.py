@@ -239,7 +239,6 @@ def scan_sources(
     digest = hashlib.sha256(processor.fingerprint().encode())
     digest.update(repr([source.weight for source in sources]).encode())
     digest.update("".join(key for source in sources for key in source.ignored).encode())
-    dropped = 0
     outcomes = scan(
         sources,
         processor,
@@ -249,24 +248,8 @@ def scan_sources(
         truncate=too_long == "truncate",
     )
     with closing(counted(outcomes, sources, shown=log is not None)) as outcomes:
-        for outcome in outcomes:
-            if isinstance(outcome, DataError):
-                if outcome.kind == "too_long" and too_long == "drop":
-                    dropped += 1
-                    continue
-                if outcome.whole_source or outcome.kind == "too_long" or not skip_limit:
-                    raise outcome
-                skipped.append(str(outcome))
-                if log is not None:
-                    log(f"left out: {outcome}")
-                if len(skipped) > skip_limit:
-                    raise DataError(
-                        f"{len(skipped)} samples are bad, more than the {skip_limit} that "
-                        f"--loader.skip_limit allows; the last: {outcome}"
-                    )
-                continue
-            row = outcome.measure
-            record = outcome.record
+        for outcome in _good(outcomes, pack_length, too_long, skip_limit, skipped, log):
+            row, record = outcome.measure, outcome.record
             rows.append(
                 (outcome.source, record.number, record.offset, len(record.data))
                 + (zlib.crc32(record.data), record.checksum)
@@ -279,18 +262,6 @@ def scan_sources(
             media_start.append(len(media))
             ids.append(row.id)
             digest.update(hashlib.sha256(record.data).digest())
-    if dropped and log is not None:
-        log(f"{dropped} samples are longer than a pack and dropped (--loader.too_long)")
-    if not ids and dropped:
-        raise DataError(
-            f"all samples are longer than a pack of {pack_length} tokens, or bad; raise "
-            "--train.pack_length, or choose --loader.too_long truncate"
-        )
-    if not ids:
-        raise DataError(
-            f"all {len(skipped)} samples are bad; mend them, `vlmtrain data check` lists all; the "
-            f"last: {skipped[-1]}"
-        )
     columns = np.array(rows, dtype=np.int64).T.copy()
     seen = sum(sources[i].weight for i in columns[0])  # in an epoch
     if seen < _FEWEST:
@@ -329,6 +300,51 @@ def scan_sources(
             + (f"; {len(skipped)} bad samples left out" if skipped else "")
         )
     return index
+
+
+def _good(
+    outcomes: Iterable[Row | DataError],
+    pack_length: int,
+    too_long: TooLong,
+    skip_limit: int,
+    skipped: list[str],
+    log: Callable[[str], None] | None,
+) -> Iterator[Row]:
+    """The rows; errors that `scan_sources` is to leave out are added to `skipped` or counted.
+
+    Raises:
+        DataError: the first that is not left out, one too many, or no row at all.
+    """
+    dropped, any_row = 0, False
+    for outcome in outcomes:
+        if not isinstance(outcome, DataError):
+            any_row = True
+            yield outcome
+        elif outcome.kind == "too_long" and too_long == "drop":
+            dropped += 1
+        elif outcome.whole_source or outcome.kind == "too_long" or not skip_limit:
+            raise outcome
+        else:
+            skipped.append(str(outcome))
+            if log is not None:
+                log(f"left out: {outcome}")
+            if len(skipped) > skip_limit:
+                raise DataError(
+                    f"{len(skipped)} samples are bad, more than the {skip_limit} that "
+                    f"--loader.skip_limit allows; the last: {outcome}"
+                )
+    if dropped and log is not None:
+        log(f"{dropped} samples are longer than a pack and dropped (--loader.too_long)")
+    if not any_row and dropped:
+        raise DataError(
+            f"all samples are longer than a pack of {pack_length} tokens, or bad; raise "
+            "--train.pack_length, or choose --loader.too_long truncate"
+        )
+    if not any_row:
+        raise DataError(
+            f"all {len(skipped)} samples are bad; mend them, `vlmtrain data check` lists all; the "
+            f"last: {skipped[-1]}"
+        )
 
 
 def scan_data(
