@@ -78,7 +78,7 @@ def mm(
     if out is not None and add:
         if out.dtype == a.dtype:
             return out.addmm_(a, b)
-        if out.is_cuda and accumulates(a.dtype):
+        if out.is_cuda and a.numel() and accumulates(a.dtype):
             return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         return out.add_(torch.mm(a, b))
     if bias is not None:

@@ -137,17 +137,16 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, exchange: RowExchange, group: dist.ProcessGroup | None
     ) -> Tensor:
         ctx.exchange, ctx.group, ctx.shape = exchange, group, rows.shape
-        send = [numbers.to(rows.device) for numbers in exchange.send]
-        return torch.cat(_swap([rows[numbers] for numbers in send], exchange.receive, group))
+        numbers = torch.cat(exchange.send).to(rows.device)
+        return _swap(rows[numbers], [len(x) for x in exchange.send], exchange.receive, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        exchange = ctx.exchange
-        parts = list(grad.contiguous().split(exchange.receive))
-        back = _swap(parts, [len(numbers) for numbers in exchange.send], ctx.group)
+        sizes = [len(numbers) for numbers in ctx.exchange.send]
+        back = _swap(grad.contiguous(), ctx.exchange.receive, sizes, ctx.group)
         out = grad.new_zeros(ctx.shape)
-        for numbers, part in zip(exchange.send, back, strict=True):
+        for numbers, part in zip(ctx.exchange.send, back.split(sizes), strict=True):
             # One rank's rows are different ones, so there is no order inside to depend on.
             out.index_add_(0, numbers.to(grad.device), part)
         return out, None, None
@@ -156,18 +155,11 @@ class _Exchange(torch.autograd.Function):
 _exchange = recorded(_Exchange)
 
 
-def _swap(parts: list[Tensor], counts: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Give parts[r] to rank r and take counts[r] rows from it."""
-    rank = dist.get_rank(group)
-    received = [parts[rank].new_empty(count, parts[rank].shape[1]) for count in counts]
-    received[rank] = parts[rank]
-    operations = []
-    for other in range(len(parts)):
-        peer = other if group is None else dist.get_global_rank(group, other)
-        if other != rank and len(parts[other]):
-            operations.append(dist.P2POp(dist.isend, parts[other].contiguous(), peer, group))
-        if other != rank and counts[other]:
-            operations.append(dist.P2POp(dist.irecv, received[other], peer, group))
-    for request in dist.batch_isend_irecv(operations) if operations else []:
-        request.wait()
+def _swap(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """send[r] rows to each rank r, receive[r] from it, both in the ranks' order. One collective: by
+    messages between pairs NCCL would hang where a rank has none and they are a group's first."""
+    received = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(received, rows, receive, send, group=group)
     return received

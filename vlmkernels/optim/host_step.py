@@ -83,6 +83,13 @@ class Shard:
 Work = dict[Shard, dict[str, Any]]
 
 
+def _begin_thread(threads: int, device: torch.device) -> None:
+    """What a new thread has the system's choice of, not the program's."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class HostStep:
     """Steps shards; one for a device.
 
@@ -96,6 +103,7 @@ class HostStep:
     def __init__(self, transfers: Transfers | None, bucket_bytes: int) -> None:
         self._transfers, self._bucket_bytes = transfers, bucket_bytes
         self._arena: PinnedArena | None = None
+        self._device = torch.device("cpu")
         #: By the caller's key: the parameter, or a master.
         self.shards: dict[Tensor, Shard] = {}
         self._begun: dict[Shard, None] = {}  # in the order in which gradients came
@@ -112,6 +120,7 @@ class HostStep:
         Raises:
             ValueError: offloading doesn't know it.
         """
+        self._device = device
         if self._transfers is None:
             self._transfers = transfers_for(device)
         if self._arena is None:
@@ -265,10 +274,8 @@ class HostStep:
 
     def _start_bucket(self) -> None:
         if self._thread is None:
-            # A new thread's number of threads is the system's choice, not the program's.
-            self._thread = ThreadPoolExecutor(
-                1, "optimizer", torch.set_num_threads, (torch.get_num_threads(),)
-            )
+            inherited = torch.get_num_threads(), self._device
+            self._thread = ThreadPoolExecutor(1, "optimizer", _begin_thread, inherited)
         work, self._bucket, self._filled = self._bucket, {}, 0
         self._running.append(self._thread.submit(self._step_buckets, work, 1.0, True))
 

@@ -56,9 +56,9 @@ def shape(sizes: Sequence[tuple[int, int]]) -> Shape:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Not a view where there are several: Megatron frees what it has sent, which a view would not
-    allow."""
+    """Not a view: on CUDA Megatron frees what it has sent, and a view would not allow that."""
     if len(tensors) == 1:
+        assert tensors[0]._base is None, "a message that is a view can't be freed"
         return tensors[0]
     return torch.cat([tensor.reshape(1, 1, -1) for tensor in tensors], dim=-1)
 

@@ -49,7 +49,7 @@ class _Skipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, output: Tensor, on_backward: Callable[[], None] | None) -> Any:
         ctx.shape, ctx.on_backward = x.shape, on_backward
-        return output.view_as(output)
+        return output.detach()  # no view: Megatron frees what it has sent
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
