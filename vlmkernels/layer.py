@@ -427,15 +427,17 @@ class _SwiGLU(torch.autograd.Function):
         bias: Tensor | None,
         values: tuple[Tensor | None, Tensor | None],
         padding: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         both, (added, ctx.main_grad) = x.shape[-1], values
+        origin = None
         rows = x.numel() // max(both, 1)
         y = x.new_empty(*x.shape[:-1], both // 2 + padding)
         if added is not None and not x.is_cuda:
             _check_apart("bias", pointer(added), x, pointer(x))
             torch.autograd.graph.increment_version(x)
             x = x.detach()  # of a view autograd would refuse what it sees written
-        origin = x.new_empty(0)  # through which autograd still sees what x and bias come from
+            origin = x.new_empty(0)  # through which it still sees what x and bias come from
+        ctx.set_materialize_grads(False)  # of origin
         ctx.save_for_backward(x, added if x.is_cuda else None, origin)
         pointers = (pointer(x), pointer(added), pointer(y))
         launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype], y.shape[-1])
@@ -443,7 +445,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, dy: Tensor, _: Tensor
+        ctx: Any, dy: Tensor, _: None
     ) -> tuple[Tensor | None, ...]:
         *saved, origin = ctx.saved_tensors
         inputs = dy, *saved, ctx.needs_input_grad[1], ctx.main_grad

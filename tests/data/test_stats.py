@@ -93,6 +93,10 @@ def test_they_measure_by_the_templates_of_training(
     printed = capsys.readouterr()
     assert "--loader.template" in printed.out + printed.err
     start.append(f"--loader.template={tmp_path / 't.jinja'}")
+    if action != "stats":
+        arguments = [one for one in start if not one.startswith("--model")]
+        assert cli.main(arguments) == 2
+        assert "--template and --system are for counting tokens" in capsys.readouterr().err
     assert cli.main(start) == 0
     if action == "check":
         before = capsys.readouterr().out

@@ -66,6 +66,21 @@ def test_what_may_not_be_read_is_named(model, conversations, tmp_path):
         assert line.endswith(": Permission denied"), line
 
 
+def test_a_peak_that_can_not_be_reset_is_not_measured(model, conversations, tmp_path):
+    """As in a container that may not write to /proc: the rehearsal looks at the losses alone."""
+    arguments = options(model, conversations, tmp_path / "run", "--train.rehearse")
+    arguments.remove("--train.no_rehearse")
+    script = (
+        "import json, sys; from vlmtrain import cli; from vlmtrain.core.device import Backend\n"
+        "Backend.reset_peak_memory = lambda self: False\n"
+        "sys.exit(cli.main(json.loads(sys.argv[1])))\n"
+    )
+    ended = run(["-c", script, json.dumps([*arguments, "--train.steps=1"])])
+    assert ended.returncode == 0, ended.stderr
+    assert "peaks of memory can't be measured on this system" in ended.stdout
+    assert not (tmp_path / "run" / "gpu.toml").exists()
+
+
 def test_a_folder_that_stays_does_not_stop_the_next(tmp_path):
     """As on NFS, where files that are open stay. An interrupted replacement is undone still, and
     what is left of a folder that was to go is not taken for it."""

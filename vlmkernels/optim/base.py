@@ -20,7 +20,7 @@ from .state import check_moments, mark_codes, read_state_dict
 def _torch_settings() -> dict[str, Any]:
     """Of a group of torch's Adam, by whose names torch.distributed.checkpoint asks for them; a step
     reads none but those that this class replaces."""
-    return torch.optim.Adam([torch.empty(0)]).defaults
+    return torch.optim.Adam([torch.empty(0, device="cpu")]).defaults
 
 
 class AdamBase(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import compress
-from operator import attrgetter, ne, or_
+from operator import attrgetter, ne, not_, or_
 
 import torch
 from torch import Tensor
@@ -102,14 +102,13 @@ class Masters:
             return
         self._addresses.update(zip(map(id, params), map(Tensor.data_ptr, params), strict=True))
         self._versions.update(zip(map(id, params), map(_VERSION, params), strict=True))
-        for param in compress(params, self._replaced(params)):
-            reference = StorageWeakRef(param.untyped_storage())
-            self._references[id(param)], self._storages[id(param)] = reference, reference.cdata
+        known = map(self._storages.__contains__, map(id, params))
+        for param in compress(params, map(not_, known)):
+            self._refer(param)
 
-    def _replaced(self, params: list[Tensor]) -> Iterable[bool]:
-        """Whether each has another storage than at the last step."""
-        now = map(_STORAGE, map(Tensor.untyped_storage, params))
-        return map(ne, now, map(self._storages.get, map(id, params)))
+    def _refer(self, param: Tensor) -> None:
+        reference = StorageWeakRef(param.untyped_storage())
+        self._references[id(param)], self._storages[id(param)] = reference, reference.cdata
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -131,8 +130,10 @@ class Masters:
             return
         moved = map(ne, map(Tensor.data_ptr, params), map(self._addresses.get, map(id, params)))
         written = map(ne, map(_VERSION, params), map(self._versions.get, map(id, params)))
-        changed = map(or_, map(or_, moved, written), self._replaced(params))
-        for param in list(compress(params, changed)):
+        storages = map(_STORAGE, map(Tensor.untyped_storage, params))
+        replaced = map(ne, storages, map(self._storages.get, map(id, params)))
+        for param in list(compress(params, map(or_, map(or_, moved, written), replaced))):
+            self._refer(param)
             if self._stale(param):
                 self.sync([param])
 

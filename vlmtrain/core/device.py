@@ -6,7 +6,6 @@ nothing is patched but what Megatron clips gradients with (`vlmtrain.core.clippi
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import sys
 from contextlib import AbstractContextManager
@@ -42,13 +41,17 @@ class Backend:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
-    def reset_peak_memory(self) -> None:
-        """On a CPU only where Linux lets a process do so; else the peak is that since its start."""
+    def reset_peak_memory(self) -> bool:
+        """False on a CPU where the system doesn't let a process do so: Linux does, most containers
+        too."""
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        with contextlib.suppress(OSError):
+            return True
+        try:
             Path("/proc/self/clear_refs").write_text("5")  # the kernel's word for it
+        except OSError:
+            return False
+        return True
 
     def memory_bytes(self) -> int:
         """In use now, as `peak_memory_bytes` counts."""

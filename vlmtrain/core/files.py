@@ -167,8 +167,10 @@ class SummedFile:
 
     def close(self) -> dict[str, int]:
         """Flush to disk; returns the file's entry in a manifest."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
         return {"bytes": self.bytes, "crc32": self.crc32}
 
     def abandon(self) -> None:

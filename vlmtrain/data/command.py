@@ -12,6 +12,7 @@ from typing import Literal
 import tyro
 
 from vlmtrain.core.config import MediaSection, check_ranges
+from vlmtrain.core.errors import UsageError
 from vlmtrain.core.options import spelled
 from vlmtrain.core.progress import progress
 from vlmtrain.core.run_folder import model_of
@@ -75,6 +76,8 @@ def build_command(
 
     check_ranges(media, "--media.")
     processor = None
+    if model is None and (template or system):
+        raise UsageError("--template and --system are for counting tokens; pass --model too")
     if model is not None:
         model = model_of(model)
         processor = Processor.from_folder(
@@ -136,6 +139,8 @@ def check_command(
     from vlmtrain.data.check import check
 
     check_ranges(media, "--media.")
+    if model is None and (template or system):
+        raise UsageError("--template and --system are for counting tokens; pass --model too")
     report = check(
         data,
         model=None if model is None else model_of(model),

@@ -16,9 +16,11 @@ from vlmtrain.core.device import Backend
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.plan.hardware import BUILT_IN, Gpu, Peak
 
-# What the driver calls them; other variants (PCIe, NVL) have other peaks and are not guessed at.
+# What the driver calls them; other variants (H100 PCIe, NVL) have other peaks and are not guessed
+# at.
 _NAMES = {
     "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100 80GB PCIe": "a100-80",  # with slower links
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",

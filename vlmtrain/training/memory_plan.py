@@ -93,11 +93,13 @@ class MemoryPlan:
         with Watchdog(engine.clock.place, self.config.train.timeout):
             loads = self._loads(self.layout)
             peaks = rehearse(self.config, engine, loader, loads, self.before, self.factor)
-        off = correction(peaks)
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - start
             say(f"rehearsed the heaviest steps in {seconds:.1f} s; nothing was changed")
-            say("\n".join(describe(peaks)))
+            say("\n".join(describe(peaks)) or "  peaks of memory can't be measured on this system")
+        if not peaks:
+            return []
+        off = correction(peaks)
         self.factor *= off
         if abs(off - 1) > TOLERANCE:
             on_first_rank(partial(self._keep, gpu))

@@ -82,7 +82,7 @@ def rehearse(
         step = loader.sampler.take(own[number % len(own)])  # one with fewer begins again
         engine.clock.place.begin(0, loader.ids(step))
         packs = loader.build(step)
-        backend.reset_peak_memory()
+        measures = backend.reset_peak_memory()
         try:
             result = engine.rehearse(packs)
         except torch.cuda.OutOfMemoryError as error:
@@ -100,7 +100,7 @@ def rehearse(
             )
         measured = backend.peak_memory_bytes()
         del packs
-        if best is None or measured > best.measured:
+        if measures and (best is None or measured > best.measured):
             share = step.dealt[engine.data_rank]
             counts = patches.of(share)
             tokens = lengths(loader.index, share)
@@ -119,7 +119,7 @@ def rehearse(
             )
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, best)
-    return peaks
+    return [] if None in peaks else peaks
 
 
 def capacity_here(backend: Backend) -> int:

@@ -350,7 +350,7 @@ class Trainer:
         if not total:
             raise shared_error(
                 f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step "
-                "to make; raise it, or the weights in --data"
+                "to make; raise it, or the weights in --data, or set --train.steps"
             )
         if made > total:
             option = "steps" if train.steps else "epochs"

@@ -229,7 +229,11 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._file = SummedFile(path)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._file.write(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self._file.abandon()
+            raise
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append the next announced tensor."""
