@@ -127,7 +127,7 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"type": "video", "video": "v.mp4", "video_start": 2.5},
-            "a part of turn 0 has the key 'video_start', a setting of its own",
+            "a part of turn 0 has the key 'video_start', a part of a video, which is not cut out",
         ),
         ({"type": "image", "image": {"path": "a.png", "resized_height": 56}}, "'resized_height'"),
         (
@@ -219,6 +219,14 @@ BAD_RECORDS: list[tuple[Any, str]] = [
         "fps must be a number above 0, got 0",
     ),
     (conversation("<video>", "x", id="s", video="empty"), "the video folder empty holds no images"),
+    (
+        conversation("<video>", "x", id="s", videos=[["v.mp4"]]),
+        "v.mp4 stands where a video's frames are listed; write a video file as its path",
+    ),
+    (
+        conversation("<video></video> What?", "x", id="s", video="v.mp4"),
+        "turn 0 holds the mark </video>, which is not read",
+    ),
 ]
 
 

@@ -178,6 +178,10 @@ def test_frame_list_uses_every_frame(tmp_path: Path) -> None:
     for i, frame in enumerate(frames):
         expected = Image.open(parts[i].path).resize((84, 56), Image.Resampling.BICUBIC)
         np.testing.assert_array_equal(frame, np.asarray(expected))
+    unsaid = replace(media, fps=None)  # 2 frames a second, whatever files are sampled at
+    info = probe_media(unsaid, SAMPLE, True)
+    for settings in (SETTINGS, replace(SETTINGS, fps=0.5)):
+        assert settings.layout(unsaid, info) == ((2, 4, 6), 1.0, (0.25, 1.0))
     other = FileRange(str(save_image(tmp_path / "odd.png", 60, 48)))
     with pytest.raises(DataError, match="different sizes"):
         probe_media(Media("video", "clip", (*parts, other), frame_list=True), SAMPLE, True)
@@ -397,6 +401,34 @@ def test_truncated_video_is_noticed(suffix: str, keep: float, tmp_path: Path) ->
     (tmp_path / f"v{suffix}").write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(DataError, match=r"videos.json: sample 'clip': .*v\.(mp4|avi) "):
         probe_media(media, SAMPLE, True)
+
+
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+def test_damage_that_a_decoder_would_hide(codec: str, tmp_path: Path, seed: int) -> None:
+    """A block of zeros in the file, as of a download with a hole: frames come out all the same."""
+    noise = np.random.default_rng(seed).integers(0, 60, (240, 320, 3), dtype=np.uint8)
+    path = tmp_path / "v.mp4"
+    media = write_video(path, 30, size=(320, 240), pattern=noise, codec=codec)
+    whole = path.read_bytes()
+    assert probe_media(media, SAMPLE, True).frames == 30
+    place = whole.index(b"mdat") + len(whole) // 2
+    path.write_bytes(whole[:place] + bytes(4096) + whole[place + 4096 :])
+    assert len(decoded(path)) > 20
+    with pytest.raises(DataError, match="'clip': v.mp4 is not a video, or is damaged or cut short"):
+        probe_media(media, SAMPLE, True)
+
+
+def test_a_gif_without_its_end_is_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "v.gif"
+    frames = [Image.new("RGB", (40, 30), (9 * i, 0, 0)) for i in range(9)]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    media = Media("video", path.name, (FileRange(str(path)),))
+    assert probe_media(media, SAMPLE, True).frames == 9
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    for verify in (True, False):
+        with pytest.raises(DataError, match="v.gif is cut short"):
+            probe_media(media, SAMPLE, verify)
 
 
 def test_other_bad_videos(tmp_path: Path) -> None:

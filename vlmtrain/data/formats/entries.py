@@ -14,6 +14,7 @@ from typing import Any
 from vlmtrain.data.formats.fields import Fields, RecordContext, is_empty
 from vlmtrain.data.sample import FileRange, Media, MediaKind
 
+VIDEO_SUFFIXES = {".mp4", ".mov", ".m4v", ".avi", ".mkv", ".webm", ".ts", ".flv", ".wmv", ".mpg"}
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif"}
 _LONGEST_PATH = 4096  # no system takes longer ones
 _MAGIC = (  # of files that come as bytes alone
@@ -155,6 +156,12 @@ def _frames(entry: list[Any], fps: float | None, context: RecordContext) -> Medi
         raise context.fail(
             f"a video must be a file, a folder or a list of frames, got {str(entry)[:80]!r}"
         )
+    for item in entry:
+        if Path(item).suffix.lower() in VIDEO_SUFFIXES:
+            raise context.fail(
+                f"{item} stands where a video's frames are listed; write a video file as its path, "
+                "without a list of its own"
+            )
     parts = tuple(_file(frame, context) for frame in entry)
     name = f"{entry[0]} ... ({len(entry)} frames)"
     return Media("video", name, parts, frame_list=True, fps=fps)

@@ -34,6 +34,10 @@ _SETTING = (
     "a setting of its own, which is not supported; drop it, and where all samples shall have it "
     "pass --media.max_pixels, min_pixels, video_max_pixels, fps or max_frames"
 )
+_PART = (
+    "a part of a video, which is not cut out here; write the part to a file of its own (ffmpeg -ss "
+    "START -to END -i FILE PART)"
+)
 _TEMPLATE = "which is not passed on to the chat template; give another one with --loader.template"
 _REASONS = {
     reason: keys.split()
@@ -42,7 +46,8 @@ _REASONS = {
         _PREFERENCE: "chosen rejected rejected_response rejected_responses rejected_messages "
         "rejected_images kto_tag label chosen_score rejected_score margin",
         _SETTING: "min_pixels max_pixels total_pixels resized_height resized_width nframes "
-        "num_frames min_frames max_frames video_start video_end fps detail mm_processor_kwargs",
+        "num_frames min_frames max_frames fps detail mm_processor_kwargs",
+        _PART: "video_start video_end start_time end_time",
         _TEMPLATE: "chat_template_kwargs chat_template enable_thinking",
     }.items()
 }
@@ -50,7 +55,7 @@ _REASON_OF = {key: reason for reason, keys in _REASONS.items() for key in keys}
 IGNORE_OPTION = "--loader.ignore_keys (vlmtrain data, generate: --ignore_keys)"
 
 _UNREAD_MARKS = re.compile(
-    r"<\|?(?:image|img|video|audio|speech)[ _-]?\d*\|?/?>|<cot-process>"
+    r"<\|?/?(?:image|img|video|audio|speech)[ _-]?\d*\|?/?>|<cot-process>"
     r"|\\<(?:image|video)\\?>|&lt;(?:image|video)&gt;",
     re.IGNORECASE,
 )

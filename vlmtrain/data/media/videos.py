@@ -26,6 +26,7 @@ from vlmtrain.models.common.family import MediaDefaults
 
 _TIME_TOKENS = 16  # at most, of "<3599.9 seconds>" between the marks of a slice and its neighbours
 _SLICE_TOKENS = 64
+_CONCEALING = ("h264", "hevc", "mpeg4")  # decoders that fill what is damaged from other frames
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,9 @@ class VideoSettings:
 
         Raises ValueError as `smart_resize`.
         """
-        indices, fps = self.used(media, info), media.fps or info.fps or self.fps
+        indices = self.used(media, info)
+        # A list of frames has its own rate, whatever is set for files; 2.0 is qwen-vl-utils'.
+        fps = media.fps or info.fps or (VideoSettings.fps if media.frame_list else self.fps)
         step, patch, count = self.images.temporal_patch_size, self.images.patch_size, len(indices)
         height, width = self.resized(info.height, info.width, count)
         times = [index / fps for index in indices + [indices[-1]] * (-count % step)]
@@ -263,8 +266,14 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
         for info in sizes:
             _same_size(media, sample, (sizes[0].width, sizes[0].height), (info.width, info.height))
         return replace(sizes[0], frames=len(sizes), fps=media.fps)
+    if verify:
+        with _VideoFile(media, sample, strict=True) as video:
+            if (info := video.scan(verify)) is not None:
+                return info
     with _VideoFile(media, sample) as video:
-        return video.scan(verify)
+        info = video.scan(verify)
+        assert info is not None
+        return info
 
 
 def load_video(
@@ -365,10 +374,13 @@ class _Orientation(NamedTuple):
 
 
 class _VideoFile:
-    """An open video; every failure inside becomes a DataError that names the sample."""
+    """An open video; every failure inside becomes a DataError that names the sample.
 
-    def __init__(self, media: Media, sample: Sample) -> None:
-        self.media, self.sample = media, sample
+    strict: damage that the decoders of _CONCEALING would hide is a failure too.
+    """
+
+    def __init__(self, media: Media, sample: Sample, strict: bool = False) -> None:
+        self.media, self.sample, self.strict = media, sample, strict
         # Of the first decoded frame: width and height in the file, and how it stands.
         self.size: tuple[int, int] | None = None
         self.orientation = _Orientation()
@@ -402,12 +414,18 @@ class _VideoFile:
         context = self.stream.codec_context
         if context is None or not 0 < context.width * context.height <= MAX_FILE_PIXELS:
             self.container.close()
-            size = "unknown size" if context is None else f"{context.width}x{context.height} pixels"
+            said = f"have {context.width}x{context.height} pixels" if context else ""
+            if context is None or not context.width * context.height:
+                said = "have no size (an animated WebP's, say; convert it to MP4 or GIF)"
             raise self.sample.fail(
-                f"the frames of {self.media.name} have {size}; at least 1 and at most "
-                f"{MAX_FILE_PIXELS} are read",
+                f"the frames of {self.media.name} {said}; at least 1 and at most "
+                f"{MAX_FILE_PIXELS} pixels are read",
                 "unreadable",
             )
+        self.strict &= context.name in _CONCEALING
+        if self.strict:
+            context.options = {"err_detect": "explode"}
+            context.thread_count, context.thread_type = 1, "NONE"  # a thread's error is lost
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -426,8 +444,10 @@ class _VideoFile:
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
 
-    def scan(self, verify: bool) -> MediaInfo:
-        """What `probe_video` gives, and its errors.
+    def scan(self, verify: bool) -> MediaInfo | None:
+        """What `probe_video` gives, and its errors. None where a strict decoder can't tell damage
+        from what was left out: a clip that was cut between keyframes begins with frames that refer
+        to some before it.
 
         Where no header says how many frames there are, all are decoded to be counted. Elsewhere,
         without `verify`, those up to the second keyframe are, since a clip that was cut between
@@ -435,17 +455,28 @@ class _VideoFile:
         those that an edit list hides.
         """
         promised = self._promised
-        packets = keys = 0
+        packets = keys = shown = 0
+        first: int | None = None  # presentation time of the first keyframe
+        cut = False
         times: list[int | None] = []  # of each frame, in the stream's time base
         clock: list[int] = []  # of each packet, as they are decoded
         for packet in self._packets():
             if packet.size:
                 packets += 1
+                shown += not packet.is_discard
+                if packet.is_keyframe and not keys:
+                    first = packet.pts
                 keys += packet.is_keyframe
+                cut |= not keys or None not in (packet.pts, first) and packet.pts < first
                 if packet.dts is not None:
                     clock.append(packet.dts)
             if verify or not promised or keys < 2 or not times or not packet.size:
-                times += [frame.pts for frame in self._decode(packet)]
+                try:
+                    times += [frame.pts for frame in self._decode(packet)]
+                except DataError:
+                    if self.strict and cut and keys < 2:
+                        return None
+                    raise
             elif not packet.is_discard:
                 times.append(packet.pts)
         name = self.media.name
@@ -459,6 +490,18 @@ class _VideoFile:
             raise self.sample.fail(
                 f"the video {name} is cut short: its header says {promised} frames and it holds "
                 f"{packets}; replace it or drop it",
+                "unreadable",
+            )
+        if self.strict and not cut and self._is_mov and len(times) < shown:
+            raise self.sample.fail(
+                f"the video {name} is damaged: of {shown} frames {len(times)} can be decoded; "
+                "replace it or drop it",
+                "unreadable",
+            )
+        if self.container.format.name == "gif" and not self.data.rstrip(b"\0").endswith(b";"):
+            raise self.sample.fail(
+                f"the GIF {name} is cut short: it holds {packets} frames and no end; replace it or "
+                "drop it",
                 "unreadable",
             )
         width, height = self.size[::-1] if self.orientation.transposed else self.size
@@ -483,9 +526,12 @@ class _VideoFile:
     def _promised(self) -> int:
         """How many packets there should be, 0 in formats that do not say. The index of MP4 and MOV,
         which PyAV gives since 17.0, lacks those that an edit list hides."""
-        is_mov = self.container.format.name.startswith("mov,")
-        index = getattr(self.stream, "index_entries", ()) if is_mov else ()
+        index = getattr(self.stream, "index_entries", ()) if self._is_mov else ()
         return min(self.stream.frames, len(index) or self.stream.frames)
+
+    @property
+    def _is_mov(self) -> bool:
+        return bool(self.container.format.name.startswith("mov,"))
 
     @property
     def _is_avi(self) -> bool:
@@ -516,7 +562,8 @@ class _VideoFile:
 
     def _broken(self, error: Exception) -> DataError:
         return self.sample.fail(
-            f"{self.media.name} is not a video or is cut short ({error}); replace it or drop it",
+            f"{self.media.name} is not a video, or is damaged or cut short ({error}); replace it "
+            "or drop it",
             "unreadable",
         )
 
