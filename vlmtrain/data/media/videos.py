@@ -266,14 +266,13 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
         for info in sizes:
             _same_size(media, sample, (sizes[0].width, sizes[0].height), (info.width, info.height))
         return replace(sizes[0], frames=len(sizes), fps=media.fps)
-    if verify:
-        with _VideoFile(media, sample, strict=True) as video:
-            if (info := video.scan(verify)) is not None:
-                return info
-    with _VideoFile(media, sample) as video:
-        info = video.scan(verify)
-        assert info is not None
-        return info
+    found: MediaInfo | None = None
+    for strict in (True, False) if verify else (False,):
+        if found is None:
+            with _VideoFile(media, sample, strict) as video:
+                found = video.scan(verify)
+    assert found is not None
+    return found
 
 
 def load_video(
