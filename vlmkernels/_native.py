@@ -74,16 +74,20 @@ def define(
     fake: Callable,
     devices: Iterable[str] = ("CPU", "CUDA"),
     autograd: tuple[Callable, Callable] | None = None,
+    capturable: bool = True,
 ) -> Any:
     """Registers torch.ops.vlmkernels.<name> and returns it, ready to be called.
 
     autograd: setup_context(ctx, inputs, output) and the backward formula, as torch.library's.
+    capturable: False where it waits for the GPU, or keeps memory beyond a call: torch.compile then
+    leaves it out of its CUDA graphs (where torch knows the tag).
 
     Torch's dispatcher takes about 6 us a call (torch.library.custom_op, which does the same, 11);
     `_direct` goes there only if somebody looks on.
     """
     name = schema.split("(", 1)[0]
-    LIBRARY.define(schema)
+    unsafe = [] if capturable else [getattr(torch.Tag, "cudagraph_unsafe", None)]
+    LIBRARY.define(schema, tags=tuple(filter(None, unsafe)))
     # Without a formula the dispatcher leaves grad mode on, in which no out= takes what learns.
     checked = _without_tangents(name, run if autograd else torch.no_grad()(run))
     for device in devices:

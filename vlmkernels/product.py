@@ -78,7 +78,7 @@ def mm(
     if out is not None and add:
         if out.dtype == a.dtype:
             return out.addmm_(a, b)
-        if out.is_cuda and a.numel() and accumulates(a.dtype):
+        if out.is_cuda and a.numel() and accumulates(a.dtype, out.device):
             return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         return out.add_(torch.mm(a, b))
     if bias is not None:
@@ -87,11 +87,11 @@ def mm(
 
 
 @functools.cache
-def accumulates(dtype: torch.dtype) -> bool:
-    """Whether this torch's products take `dtype` operands and add to a float32 matrix in place
-    (torch >= 2.9 on CUDA), found out by a small product of exact numbers."""
-    a = torch.full((16, 32), 2.0, dtype=dtype, device="cuda")
-    total = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+def accumulates(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch's products on a GPU take `dtype` operands and add to a float32 matrix in
+    place (torch >= 2.9), found out by a small product of exact numbers."""
+    a = torch.full((16, 32), 2.0, dtype=dtype, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, a, a.t(), out_dtype=torch.float32, out=total)
         whole = torch.mm(a, a.t(), out_dtype=torch.float32)

@@ -10,13 +10,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.conftest import RUN_SEED
 from tests.integrations.test_enabled_model import logits
 from tests.integrations.test_transformers import FAMILIES, batch, sample
 from tests.kernels.numeric import assert_bitwise
 from tests.parity import reference as ref
+from vlmkernels.attention import api
 from vlmkernels.integrations import transformers as hf
+from vlmkernels.integrations.transformers import head, modules
 from vlmkernels.integrations.transformers.modules import _together
 
 
@@ -111,3 +114,55 @@ def test_hooks_of_the_language_model_see_its_arguments(models: list[Any]) -> Non
     name = "deepstack_visual_embeds"
     for one, other in zip(ours[name], theirs[name], strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_what_is_kept_beside_a_tensor_goes_when_it_is_written() -> None:
+    cu = torch.tensor([0, 3, 7, 7], dtype=torch.int32)
+    assert [api.known_max_seqlen(cu) for _ in range(2)] == [4, 4]
+    cu[1] = 1
+    assert api.known_max_seqlen(cu) == 6
+    cos, sin = torch.rand(5, 8), torch.rand(5, 8)
+    table = modules.rotary_table(cos, sin)
+    assert modules.rotary_table(cos, sin) is table
+    for change in (lambda: cos.add_(1), lambda: sin.add_(1)):
+        change()
+        halves = torch.cat([cos[:, :4], sin[:, :4]], 1)
+        assert_bitwise("table", modules.rotary_table(cos, sin), halves)
+    assert modules.rotary_table(cos, sin.clone()) is not modules.rotary_table(cos, sin)
+    with torch.inference_mode():
+        still = torch.tensor([0, 2], dtype=torch.int32)
+        assert [api.known_max_seqlen(still) for _ in range(2)] == [2, 2]
+
+
+def test_a_replaced_attention_is_not_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's sequence parallelism wraps transformers' function, and each rank has a part."""
+    model = hf.enable(ref.make_model("qwen2_5_vl"))
+    inputs = dict(input_ids=torch.tensor([[5, 6, 7]]))
+    model(**inputs)
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *a, **k: own(*a, **k))
+    with pytest.raises(ValueError, match="has replaced transformers' 'sdpa' attention"):
+        model(**inputs)
+    hf.enable(model, language=False)
+    model(**inputs)
+
+
+def test_cuda_graphs_leave_out_what_waits_or_keeps_memory() -> None:
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    names = "linear_cross_entropy", "varlen_attention", "varlen_attention_backward"
+    for name in names if unsafe else ():
+        assert unsafe in getattr(torch.ops.vlmkernels, name).default.tags, name
+
+
+def test_gpus_without_code_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the CPU, each part asks for code for its device."""
+    model = ref.make_model("qwen3_vl")
+    inputs = batch([sample("image")])
+    wanted = model(**inputs).loss
+    hf.enable(model)
+    monkeypatch.setattr(modules, "runs_on", lambda device: False)
+    monkeypatch.setattr(head, "runs_on", lambda device: False)
+    for module, name in ((modules, "visual_embedding"), (modules, "add_visual_")):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(head, "linear_cross_entropy", None)
+    torch.testing.assert_close(model(**inputs).loss, wanted)

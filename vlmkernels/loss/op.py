@@ -345,7 +345,8 @@ def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     """to = z^T x, or added to what it holds."""
     parts = _columns(to)
-    if to.dtype != z.dtype and not (to.is_cuda and accumulates(z.dtype)):  # made, and then added
+    if to.dtype != z.dtype and not (to.is_cuda and accumulates(z.dtype, to.device)):
+        # made, and then added
         most = CUDA_CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
         parts = _parts(0, len(to), max(1, most // (x.itemsize * x.shape[1])))
     for part in parts:
@@ -390,4 +391,5 @@ linear_cross_entropy = define(
     " bool weight_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     fake=_fake,
+    capturable=False,  # it looks which rows have a target
 )

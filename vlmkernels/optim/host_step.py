@@ -14,6 +14,9 @@ it has arrived, in a thread of its own, while the backward pass goes on.
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -83,6 +86,19 @@ class Shard:
 Work = dict[Shard, dict[str, Any]]
 
 
+@functools.cache
+def _warn_of_one_thread() -> None:
+    """torchrun and accelerate set OMP_NUM_THREADS=1 for several processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.get_num_threads() == 1 and share > 1:
+        warnings.warn(
+            f"Adam on the host runs on one thread, where this process has {share} cores: set "
+            f"OMP_NUM_THREADS={share}, or call torch.set_num_threads",
+            stacklevel=2,
+        )
+
+
 def _begin_thread(threads: int, device: torch.device) -> None:
     """What a new thread has the system's choice of, not the program's."""
     torch.set_num_threads(threads)
@@ -121,6 +137,8 @@ class HostStep:
             ValueError: offloading doesn't know it.
         """
         self._device = device
+        if device.type == "cuda":
+            _warn_of_one_thread()
         if self._transfers is None:
             self._transfers = transfers_for(device)
         if self._arena is None:

@@ -23,7 +23,7 @@ def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """main_grad += grad^T x, into a float32 main_grad. Columns of x beyond main_grad's are zeros,
     which make its rows whole units of 16 bytes (linears.py)."""
     width = main_grad.shape[1]
-    if x.shape[1] > width and x.is_cuda and accumulates(x.dtype):
+    if x.shape[1] > width and x.is_cuda and accumulates(x.dtype, x.device):
         # main_grad's rows are no such units, and the product into it would be the slow one.
         main_grad.add_(torch.mm(grad.t(), x, out_dtype=torch.float32)[:, :width])
     else:

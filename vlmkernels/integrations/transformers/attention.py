@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -20,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmkernels import varlen_attention
 from vlmkernels._native import DTYPES
-from vlmkernels.attention.api import longest_segment
+from vlmkernels.attention.api import known_max_seqlen
 
 #: The name of the interface: attn_implementation="vlmkernels".
 NAME = "vlmkernels"
@@ -35,6 +36,9 @@ MODEL_TYPES = (
     *("qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision"),
     *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
 )
+
+#: transformers' own functions of some implementations.
+_OWN = {"sdpa": sdpa_attention_forward, "flash_attention_2": flash_attention_forward}
 
 #: Keyword arguments that don't change what attention computes.
 NEUTRAL = {
@@ -120,6 +124,18 @@ def check_model(config: Any) -> None:
         )
 
 
+def check_replaced() -> None:
+    """Raises ValueError where another library has put itself into the place of transformers' own
+    attention, as DeepSpeed's sequence parallelism does, and would be passed by."""
+    for name, own in _OWN.items():
+        if ALL_ATTENTION_FUNCTIONS.get(name, own) is not own:
+            raise ValueError(
+                f"something (DeepSpeed's sequence parallelism, say) has replaced transformers' "
+                f"{name!r} attention, and {NAME!r} would pass it by: use enable(model, "
+                "language=False), or another attn_implementation"
+            )
+
+
 def check_arguments(module: Any, kwargs: dict[str, Any], segments: bool = False) -> None:
     """Refuse what would change the result and is not computed.
 
@@ -159,6 +175,7 @@ def mask(**options: Any) -> Tensor | None:
         ValueError: a model that is not one of MODEL_TYPES.
     """
     check_model(options["config"])
+    check_replaced()
     batch, keys = options["batch_size"], options["kv_length"]
     queries = options["q_length"] if "q_length" in options else len(options["cache_position"])
     sees = options.get("mask_function") or causal_mask_function
@@ -234,12 +251,3 @@ def _paged_mask(cu_queries: Tensor, cu_keys: Tensor, queries: int, keys: int) ->
     before_end = cu_queries[1:][of_q.clamp(max=len(cu_queries) - 2)] - q
     sees = k < (cu_keys[1:][of_q.clamp(max=len(cu_keys) - 2)] - before_end + 1)[:, None]
     return ((of_q[:, None] == of_k) & sees | padding[:, None])[None, None]
-
-
-def known_max_seqlen(cu_seqlens: Tensor) -> int:
-    """The longest segment; the device is asked once for all layers that get the same tensor."""
-    known = getattr(cu_seqlens, "_vlmkernels_max_seqlen", None)
-    if known is None:
-        known = longest_segment(cu_seqlens)
-        cu_seqlens._vlmkernels_max_seqlen = known  # type: ignore[attr-defined]
-    return known

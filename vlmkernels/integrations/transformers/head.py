@@ -18,12 +18,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from vlmkernels import linear_cross_entropy
-from vlmkernels._native import has_cuda_kernels
 from vlmkernels.integrations.transformers.modules import (
     Replacement,
     has_hooks,
     is_plain,
     named_arguments,
+    runs_on,
 )
 
 
@@ -110,13 +110,9 @@ def _weight(model: Any) -> Tensor | None:
         return None
     weight = head.weight
     own_loss = model.loss_function is not ForCausalLMLoss
-    if own_loss or not weight.is_contiguous() or not _runs_on(weight.device):
+    if own_loss or not weight.is_contiguous() or not runs_on(weight.device):
         return None
     return weight
-
-
-def _runs_on(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels())
 
 
 def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:

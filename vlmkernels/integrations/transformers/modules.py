@@ -24,13 +24,13 @@ from transformers.utils import ModelOutput, can_return_tuple
 from vlmkernels import add_visual_, scatter_visual, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
 from vlmkernels._native import is_plain as is_plain_tensor
-from vlmkernels.attention.api import rotated_attention
+from vlmkernels.attention.api import kept_beside, known_max_seqlen, rotated_attention
+from vlmkernels.attention.select import machine_of
 from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import scatter_visual_reference
 from vlmkernels.integrations.transformers.attention import (
     NAME,
     check_arguments,
-    known_max_seqlen,
     register,
 )
 
@@ -184,7 +184,7 @@ class LanguageModel(Replacement):
         if where.dtype == torch.bool:
             mask = where.flatten()
             where = torch.where(mask, mask.cumsum(0) - 1, -1).to(torch.int32)
-        if hidden.dtype not in DTYPES:
+        if hidden.dtype not in DTYPES or not runs_on(hidden.device):
             return add_visual_reference(hidden, rows, where)
         if any(map(has_hooks, self.layers)):  # one that keeps what a layer returned
             hidden = hidden.clone(memory_format=torch.contiguous_format)
@@ -217,7 +217,10 @@ class VisionAttention(Replacement):
             kwargs.update(position_embeddings=position_embeddings)
             return super().forward(hidden_states, cu_seqlens, **kwargs)  # type: ignore[misc]
         qkv = qkv.unflatten(1, (3, self.num_heads, -1))
-        if not torch.compiler.is_compiling() and max_seqlen is None:
+        if torch.compiler.is_compiling() and max_seqlen is None:
+            if qkv.device.type == "cuda":  # a bound: what it is would be asked of the device
+                max_seqlen = qkv.shape[0]
+        elif max_seqlen is None:
             learns = qkv.requires_grad and torch.is_grad_enabled()
             recorded = torch._C._len_torch_dispatch_stack() or not is_plain_tensor(cu_seqlens)
             if cu_seqlens.is_cuda or (learns and not recorded):
@@ -247,13 +250,12 @@ def _is_product(conv: nn.Conv3d) -> bool:
 
 def rotary_table(cos: Tensor, sin: Tensor) -> Tensor:
     """float32 [P, D] of cos and sin [P, D], whose halves are alike; made once for all layers."""
-    known = getattr(cos, "_vlmkernels_table", None)
-    if known is None:
-        half = cos.shape[-1] // 2
-        known = torch.cat((cos[:, :half], sin[:, :half]), -1).float()
-        if not torch.compiler.is_compiling():
-            cos._vlmkernels_table = known  # type: ignore[attr-defined]
-    return known
+    return kept_beside("_vlmkernels_table", _rotary_table, cos, sin)
+
+
+def _rotary_table(cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1] // 2
+    return torch.cat((cos[:, :half], sin[:, :half]), -1).float()
 
 
 # ---- embeddings ----------------------------------------------------------------------------------
@@ -372,6 +374,12 @@ def _features(model: Any, kwargs: dict[str, Any], named: list[str]) -> dict[str,
     return found
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels have code for a device: a build without CUDA, or for other GPUs, leaves
+    its work to torch."""
+    return device.type == "cpu" or (device.type == "cuda" and machine_of(device).has_code)
+
+
 def _joined(features: Any) -> Tensor:
     return features if isinstance(features, Tensor) else torch.cat(list(features))
 
@@ -385,7 +393,7 @@ def _embeddings(model: Any, ids: Tensor, features: dict[str, Tensor]) -> tuple[T
     ids = ids.long()  # torch's embedding takes int32 too
     index = visual_index(ids.reshape(-1), tokens, counts, separate=True)
     table = model.get_input_embeddings()
-    if is_plain(table, nn.Embedding) and _is_table(table):
+    if is_plain(table, nn.Embedding) and _is_table(table) and runs_on(table.weight.device):
         weight = table.weight
         visual = _together(rows, weight)
         flat_ids, index = ids.reshape(-1).to(weight.device), index.to(weight.device)
@@ -394,7 +402,8 @@ def _embeddings(model: Any, ids: Tensor, features: dict[str, Tensor]) -> tuple[T
         return flat.view(*ids.shape, -1), index
     words = table(ids)
     visual = _together(rows, words)
-    scatter = scatter_visual if words.dtype in DTYPES else scatter_visual_reference
+    ours = words.dtype in DTYPES and runs_on(words.device)
+    scatter = scatter_visual if ours else scatter_visual_reference
     flat = words.reshape(-1, words.shape[-1])
     return scatter(flat, visual, index.to(words.device)).view_as(words), index
 
