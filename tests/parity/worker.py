@@ -320,8 +320,8 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         result["replicas_agree"] = replicas_agree(engine)
         save_adapters(engine.exported, lora, files, case["adapter"] / "after")
     if case.get("save"):
-        with merged(engine.exported):
-            save_weights(engine.exported, spec, files, case["save"])
+        parts = engine.exported
+        save_weights(parts, spec, files, case["save"], value=merged(parts))
     parallel_state.destroy_model_parallel()
     return result
 

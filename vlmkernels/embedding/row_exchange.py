@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlmkernels._native import check_tensor, check_tensors, check_whole, learning, recorded
+from vlmkernels._native import (
+    check_tensor,
+    check_tensors,
+    check_whole,
+    learning,
+    recorded,
+    to_device,
+)
 from vlmkernels.embedding.visual_index import check_index, shard_rows
 
 
@@ -137,7 +144,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, exchange: RowExchange, group: dist.ProcessGroup | None
     ) -> Tensor:
         ctx.exchange, ctx.group, ctx.shape = exchange, group, rows.shape
-        numbers = torch.cat(exchange.send).to(rows.device)
+        numbers = to_device(torch.cat(exchange.send), rows.device)
         return _swap(rows[numbers], [len(x) for x in exchange.send], exchange.receive, group)
 
     @staticmethod
@@ -148,7 +155,7 @@ class _Exchange(torch.autograd.Function):
         out = grad.new_zeros(ctx.shape)
         for numbers, part in zip(ctx.exchange.send, back.split(sizes), strict=True):
             # One rank's rows are different ones, so there is no order inside to depend on.
-            out.index_add_(0, numbers.to(grad.device), part)
+            out.index_add_(0, to_device(numbers, grad.device), part)
         return out, None, None
 
 

@@ -87,6 +87,11 @@ def joined() -> Process | None:
     return process
 
 
+def group_timeout(minutes: float) -> timedelta:
+    """Of process groups; `minutes`: after how long the watchdog reports a hang."""
+    return max(_TIMEOUT, timedelta(minutes=2 * minutes))
+
+
 def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
     """Initialise torch.distributed for this process; alone it opens no port. `minutes`: after
     how long the watchdog reports a hang; the process group waits longer."""
@@ -103,7 +108,7 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
             backend,
             rank=process.rank,
             world_size=process.world_size,
-            timeout=max(_TIMEOUT, timedelta(minutes=2 * minutes)),
+            timeout=group_timeout(minutes),
             **where,
         )
     except dist.DistNetworkError as error:

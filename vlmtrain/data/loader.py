@@ -80,6 +80,14 @@ class LoaderRank:
     token_multiple: int = 1  # what the tokens of a pack are padded to a multiple of
 
 
+def _one_thread(pins: bool) -> ThreadPoolExecutor:
+    """To read ahead in. One that pins memory has this thread's GPU: a new thread has the first,
+    where it would take a context."""
+    if not pins:
+        return ThreadPoolExecutor(1, "prefetch")
+    return ThreadPoolExecutor(1, "prefetch", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+
 class PackedLoader:
     """The microbatches of one data-parallel rank.
 
@@ -172,7 +180,7 @@ class PackedLoader:
         if log is not None and not once and packs < global_batch:
             if (seen := self._samples_of_a_step() / len(index)) > 1:
                 log(self._too_few_packs(packs, seen))
-        self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
+        self._prefetch = _one_thread(rank.pin_memory) if prefetch else None
         self._pending: tuple[Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
     @property

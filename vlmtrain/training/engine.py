@@ -36,6 +36,7 @@ from vlmtrain.core.config import (
 )
 from vlmtrain.core.copies import Copies
 from vlmtrain.core.device import Backend, model_code
+from vlmtrain.core.launch import group_timeout
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.common.configs import language_config, vision_config
@@ -49,6 +50,27 @@ from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.telemetry.ledger import StepResult, Totals, gather, replica_totals
 from vlmtrain.training.guard import SpikeGuard
 from vlmtrain.training.optimizer import build_optimizer, set_learning_rate
+
+
+def _make_communicators(device: torch.device) -> None:
+    """NCCL makes a group's communicator when it is first used, in memory that torch's allocator
+    does not give back: now, before it is counted what a run has."""
+    world = dist.distributed_c10d._get_default_group()
+    groups = [
+        world,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_embedding_group(check_initialized=False),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+        parallel_state.get_intra_distributed_optimizer_instance_group(),
+    ]
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class Engine:
@@ -71,6 +93,7 @@ class Engine:
         recompute: RecomputeSection | None = None,
         lora: LoraSection | None = None,
         vision_piece: int = ParallelSection.vision_piece,
+        timeout: float = 0.0,
     ) -> None:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
         self.lora, self.seed, self.vision_piece = lora or LoraSection(), seed, vision_piece
@@ -82,7 +105,9 @@ class Engine:
             layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=1 if spec.num_experts else None,  # experts.py
+            distributed_timeout_minutes=math.ceil(group_timeout(timeout).total_seconds() / 60),
         )
+        _make_communicators(backend.device)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

@@ -257,8 +257,7 @@ class Trainer:
     def _export(self, folder: Path) -> None:
         """Write hf/, and with LoRA adapter/, into `folder`."""
         config, parts, adapt = self.config, self.engine.exported, self.processor.write_settings
-        with merged(parts):
-            save_weights(parts, self.spec, self.files, folder / "hf", adapt)
+        save_weights(parts, self.spec, self.files, folder / "hf", adapt, merged(parts))
         if config.lora.rank:
             save_adapters(parts, config.lora, self.files, folder / "adapter", adapt)
 
@@ -307,6 +306,7 @@ class Trainer:
             recompute=config.recompute,
             lora=config.lora,
             vision_piece=config.parallel.vision_piece,
+            timeout=config.train.timeout,
         )
         on_every_rank(lambda: load_weights(engine.parts, self.spec, config.model))
         engine.prepare(config.optimizer, config.freeze, config.parallel)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +100,15 @@ def _whole(parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
                 yield path, whole.to("cpu", copy=True).contiguous()
 
 
-@contextmanager
-def merged(parts: list[Any]) -> Iterator[None]:
-    """Inside, base weights hold W + (alpha / rank) B A; afterwards W, bit for bit."""
-    kept = []
-    with torch.no_grad():
-        for linear in adapted_linears(parts):
-            weight = linear.weight
-            kept.append((weight, weight.detach().clone()))
-            weight.copy_((weight.float() + linear.weight_delta()).to(weight.dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, original in kept:
-                weight.copy_(original)
+def merged(parts: list[Any]) -> Callable[[Tensor], Tensor]:
+    """What is saved of a parameter: W + (alpha / rank) B A of an adapted weight, else itself."""
+    linears = {id(linear.weight): linear for linear in adapted_linears(parts)}
+
+    @torch.no_grad()
+    def value(parameter: Tensor) -> Tensor:
+        if id(parameter) not in linears:
+            return parameter.detach()
+        whole = parameter.float() + linears[id(parameter)].weight_delta()
+        return whole.to(parameter.dtype)
+
+    return value

@@ -33,9 +33,10 @@ def save_weights(
     source: ModelFiles,
     target: str | Path,
     adapt: Callable[[Path], None] | None = None,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> None:
     """Write all stages' weights to `target`, with config and tokenizer from `source`, changed by
-    `adapt`.
+    `adapt`. `value`: as of `gathered`.
 
     Collective: every rank calls it. Each pipeline stage's first rank writes its own safetensors
     files, tensor by tensor; the folder gets its name only when all of it is on disk.
@@ -46,7 +47,7 @@ def save_weights(
     target = Path(target)
     work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
     try:
-        _fill(stages, spec, source, work, target, adapt)
+        _fill(stages, spec, source, work, target, adapt, value)
     except Exception:
         if dist.get_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
@@ -60,8 +61,9 @@ def _fill(
     work: Path,
     target: Path,
     adapt: Callable[[Path], None] | None,
+    value: Callable[[Tensor], Tensor],
 ) -> None:
-    files = on_every_rank(lambda: _write(stages, spec, work, target))
+    files = on_every_rank(lambda: _write(stages, spec, work, target, value))
     by_rank: list[list[tuple[str, dict[str, int]]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(by_rank, files)
 
@@ -79,7 +81,11 @@ def _fill(
 
 
 def _write(
-    stages: list[Any], spec: ModelSpec, work: Path, target: Path
+    stages: list[Any],
+    spec: ModelSpec,
+    work: Path,
+    target: Path,
+    value: Callable[[Tensor], Tensor],
 ) -> list[tuple[str, dict[str, int]]]:
     """This rank's files: names, and their tensors with sizes in bytes."""
     writer = (
@@ -92,7 +98,7 @@ def _write(
     open_file: SafetensorsWriter | None = None
     failed: Exception | None = None
     waiting: list[str] = []
-    for name, tensor in gathered(stages, spec):
+    for name, tensor in gathered(stages, spec, value):
         # After a failure the gathering goes on: the other ranks take part in it.
         if not writer or failed is not None:
             continue
