@@ -5,6 +5,7 @@ step's waterfall.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ def run(case: dict[str, Any], spec: ModelSpec, backend: device.Backend) -> dict[
 
     rank = dist.get_rank()
     layout = make_layout(spec, world_size=2, **case["layout"])
-    engine = Engine(spec, layout, backend, dtype=torch.float32)
+    engine = Engine(spec, layout, backend, dtype=torch.float32, timeout=20)
+    group = parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu"))
+    assert group.options._timeout == timedelta(minutes=40)  # as launch.connect gives to all
     engine.prepare(OptimizerSection())
     if case.get("slow_forward") == rank:
         engine.stages[0].forward = delayed(engine.stages[0].forward)
