@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import free_port, run_workers
 from tests.train.conftest import options
 from vlmtrain.checkpoint.training import checkpoint as checkpoints
 from vlmtrain.core.clock import Place
+from vlmtrain.training import watchdog
 from vlmtrain.training.watchdog import where
 
 MINUTES = 0.25
@@ -119,3 +122,13 @@ def test_where_a_rank_is() -> None:
     place.enter("forward-recv")
     place.passes["forward"] = 1
     assert where(place) == "step 7, forward-recv (forward pass 1 of 2)"
+
+
+def test_a_rank_whose_host_reads_from_its_gpu_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron's norm does: NCCL's collectives hold up no host before."""
+    reading = "norm = total.item()  # where it stands"
+    monkeypatch.setattr(watchdog, "_line", lambda stack, package="": f"clip.py:9 norm: {reading}")
+    stack = [sys._getframe()]
+    assert watchdog._waits(stack) == ""  # on a CPU it would not
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert watchdog._waits(stack).startswith("waits for its GPU at clip.py:9 norm")

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from vlmtrain.core.clock import Place
@@ -40,6 +41,7 @@ _SAVING = 1800.0  # seconds it has at least
 _ANSWER = 5.0  # seconds for the store to answer
 _COLLECT = 10.0  # seconds for all ranks to write where they are: they look every _LOOK
 _LOOK = 4.0
+_READS = (".item()", ".tolist()", ".cpu()", "num_tokens > 0")  # of a tensor
 _WRAPPERS = ("wrapper", "__torch_function__", "handle_torch_function")
 
 
@@ -296,4 +298,8 @@ def _waits(stack: list[FrameType]) -> str:
             break
         call = frame.f_code.co_name
     line = _line(stack)
-    return f"waits at {line}" if line.endswith((".wait()", ".synchronize()")) else ""
+    if line.endswith((".wait()", ".synchronize()")):
+        return f"waits at {line}"
+    # With NCCL a collective is launched, and the host waits where it reads a result.
+    reads = torch.cuda.is_initialized() and any(one in line for one in _READS)
+    return f"waits for its GPU at {line}" if reads else ""
