@@ -17,8 +17,8 @@ from tests.integrations.test_enabled_model import logits
 from tests.integrations.test_transformers import FAMILIES, batch, sample
 from tests.kernels.numeric import assert_bitwise
 from tests.parity import reference as ref
-from vlmkernels.attention import api
 from vlmkernels.integrations import transformers as hf
+from vlmkernels.integrations.transformers import attention as api
 from vlmkernels.integrations.transformers import head, modules
 from vlmkernels.integrations.transformers.modules import _together
 

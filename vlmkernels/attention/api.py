@@ -18,10 +18,6 @@ backward q for all keys, in workspace of [P, H, D].
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import is_not
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -79,7 +75,7 @@ def varlen_attention(
     strides: tuple[int, ...] = ()
     if machine.device == "cuda":
         check_varlen(q, k, v, cu_seqlens)
-        max_seqlen = known_max_seqlen(cu_seqlens) if max_seqlen is None else max_seqlen
+        max_seqlen = longest_segment(cu_seqlens) if max_seqlen is None else max_seqlen
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     kernel = select(machine, q.dtype, head_dim, max_seqlen, strides=strides, backend=backend)
     if kernel == "sdpa":
@@ -111,41 +107,19 @@ def _length(max_seqlen: int | None) -> int | None:
     if max_seqlen is None or is_whole(max_seqlen):
         return max_seqlen
     if isinstance(max_seqlen, Tensor) and max_seqlen.numel() == 1:
-        return kept_beside("_vlmkernels_value", int, max_seqlen)
+        return int(max_seqlen)  # on CUDA it waits for the device
     raise ValueError(f"max_seqlen is {max_seqlen!r}; it must be a whole number")
 
 
-def kept_beside(name: str, make: Callable[..., Any], first: Tensor, *others: Tensor) -> Any:
-    """make(first, *others), kept as an attribute of `first`, for all layers that get the same
-    tensors, until one of them is written to. Not while torch.compile traces, or a CUDA graph is
-    captured, which is replayed with what they then hold."""
-    tensors = first, *others
-    if torch.compiler.is_compiling():
-        return make(*tensors)
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
-        return make(*tensors)
-    # Inference mode counts no writes.
-    versions = [None if x.is_inference() else x._version for x in tensors]
-    known = getattr(first, name, None)
-    if known is None or known[0] != versions or any(map(is_not, known[1], others)):
-        known = versions, others, make(*tensors)
-        setattr(first, name, known)
-    return known[2]
-
-
-def known_max_seqlen(cu_seqlens: Tensor) -> int:
-    """Tokens of the longest segment; on CUDA the device is waited for, once for all layers."""
-    return kept_beside("_vlmkernels_max_seqlen", longest_segment, cu_seqlens)
-
-
 def longest_segment(cu_seqlens: Tensor) -> int:
+    """Tokens of the longest segment; on CUDA it waits for the device."""
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
 ) -> Tensor:
-    offsets: list[int] = kept_beside("_vlmkernels_offsets", Tensor.tolist, cu_seqlens)
+    offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != q.shape[0] or offsets != sorted(offsets):
         raise ValueError(
             f"cu_seqlens runs from {offsets[0]} to {offsets[-1]}; it must start at 0, never "

@@ -90,7 +90,7 @@ Work = dict[Shard, dict[str, Any]]
 def _warn_of_one_thread() -> None:
     """torchrun and accelerate set OMP_NUM_THREADS=1 for several processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     if torch.get_num_threads() == 1 and share > 1:
         warnings.warn(
             f"Adam on the host runs on one thread, where this process has {share} cores: set "

@@ -6,6 +6,7 @@ B = batch, S = positions of a row, H = heads, Hkv = key/value heads, D = head_di
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmkernels import varlen_attention
 from vlmkernels._native import DTYPES
-from vlmkernels.attention.api import known_max_seqlen
+from vlmkernels.attention.api import longest_segment
 
 #: The name of the interface: attn_implementation="vlmkernels".
 NAME = "vlmkernels"
@@ -127,8 +128,9 @@ def check_model(config: Any) -> None:
 def check_replaced() -> None:
     """Raises ValueError where another library has put itself into the place of transformers' own
     attention, as DeepSpeed's sequence parallelism does, and would be passed by."""
-    for name, own in _OWN.items():
-        if ALL_ATTENTION_FUNCTIONS.get(name, own) is not own:
+    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+        others = getattr(function, "__module__", "").startswith("deepspeed")
+        if others or function is not _OWN.get(name, function):
             raise ValueError(
                 f"something (DeepSpeed's sequence parallelism, say) has replaced transformers' "
                 f"{name!r} attention, and {NAME!r} would pass it by: use enable(model, "
@@ -251,3 +253,26 @@ def _paged_mask(cu_queries: Tensor, cu_keys: Tensor, queries: int, keys: int) ->
     before_end = cu_queries[1:][of_q.clamp(max=len(cu_queries) - 2)] - q
     sees = k < (cu_keys[1:][of_q.clamp(max=len(cu_keys) - 2)] - before_end + 1)[:, None]
     return ((of_q[:, None] == of_k) & sees | padding[:, None])[None, None]
+
+
+def kept_beside(name: str, make: Callable[..., Any], first: Tensor, *others: Tensor) -> Any:
+    """make(first, *others), kept as an attribute of `first`, for all layers that get the same
+    tensors, until one of them is written to. Not while torch.compile traces, or a CUDA graph is
+    captured, which is replayed with what they then hold."""
+    tensors = first, *others
+    if torch.compiler.is_compiling():
+        return make(*tensors)
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        return make(*tensors)
+    # Inference mode counts no writes; transformers makes these tensors anew for each forward.
+    versions = [None if x.is_inference() else x._version for x in tensors]
+    known = getattr(first, name, None)
+    if known is None or known[0] != versions or any(map(is_not, known[1], others)):
+        known = versions, others, make(*tensors)
+        setattr(first, name, known)
+    return known[2]
+
+
+def known_max_seqlen(cu_seqlens: Tensor) -> int:
+    """Tokens of the longest segment; on CUDA the device is waited for, once for all layers."""
+    return kept_beside("_vlmkernels_max_seqlen", longest_segment, cu_seqlens)

@@ -24,13 +24,15 @@ from transformers.utils import ModelOutput, can_return_tuple
 from vlmkernels import add_visual_, scatter_visual, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
 from vlmkernels._native import is_plain as is_plain_tensor
-from vlmkernels.attention.api import kept_beside, known_max_seqlen, rotated_attention
+from vlmkernels.attention.api import rotated_attention
 from vlmkernels.attention.select import machine_of
 from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import scatter_visual_reference
 from vlmkernels.integrations.transformers.attention import (
     NAME,
     check_arguments,
+    kept_beside,
+    known_max_seqlen,
     register,
 )
 

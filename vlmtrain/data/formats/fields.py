@@ -47,7 +47,7 @@ _REASONS = {
         "rejected_images kto_tag label chosen_score rejected_score margin",
         _SETTING: "min_pixels max_pixels total_pixels resized_height resized_width nframes "
         "num_frames min_frames max_frames fps detail mm_processor_kwargs",
-        _PART: "video_start video_end start_time end_time",
+        _PART: "video_start video_end",
         _TEMPLATE: "chat_template_kwargs chat_template enable_thinking",
     }.items()
 }
@@ -55,7 +55,8 @@ _REASON_OF = {key: reason for reason, keys in _REASONS.items() for key in keys}
 IGNORE_OPTION = "--loader.ignore_keys (vlmtrain data, generate: --ignore_keys)"
 
 _UNREAD_MARKS = re.compile(
-    r"<\|?/?(?:image|img|video|audio|speech)[ _-]?\d*\|?/?>|<cot-process>"
+    r"<\|?(?:image|img|video|audio|speech)[ _-]?\d*\|?/?>|<cot-process>"
+    r"|(?<=<image>)</image>|(?<=<video>)</video>"
     r"|\\<(?:image|video)\\?>|&lt;(?:image|video)&gt;",
     re.IGNORECASE,
 )

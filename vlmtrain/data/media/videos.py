@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,7 +27,7 @@ from vlmtrain.models.common.family import MediaDefaults
 
 _TIME_TOKENS = 16  # at most, of "<3599.9 seconds>" between the marks of a slice and its neighbours
 _SLICE_TOKENS = 64
-_CONCEALING = ("h264", "hevc", "mpeg4")  # decoders that fill what is damaged from other frames
+_CONCEALING = ("h264", "mpeg4")  # decoders that fill what is damaged from other frames
 
 
 @dataclass(frozen=True)
@@ -266,13 +267,35 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
         for info in sizes:
             _same_size(media, sample, (sizes[0].width, sizes[0].height), (info.width, info.height))
         return replace(sizes[0], frames=len(sizes), fps=media.fps)
-    found: MediaInfo | None = None
-    for strict in (True, False) if verify else (False,):
-        if found is None:
-            with _VideoFile(media, sample, strict) as video:
-                found = video.scan(verify)
-    assert found is not None
-    return found
+    if verify:
+        try:
+            with _VideoFile(media, sample, {"err_detect": "explode"}) as video:
+                return video.scan(verify)
+        except DataError:
+            if _is_concealed(media, sample):
+                raise
+    with _VideoFile(media, sample) as video:
+        return video.scan(verify)
+
+
+def _is_concealed(media: Media, sample: Sample) -> bool:
+    """Whether the decoder fills something that is damaged from other frames: those that it gives
+    are other ones than without. A strict one refuses what is harmless too (a clip that was cut
+    refers to frames before it, a camera's side information is malformed)."""
+    try:
+        concealing, plain = {"ec": "guess_mvs+deblock"}, {"ec": "0"}
+        with (
+            _VideoFile(media, sample, concealing) as one,
+            _VideoFile(media, sample, plain) as other,
+        ):
+            pairs = itertools.zip_longest(one.frames(), other.frames())
+            return any(a is None or b is None or _differ(a[1], b[1]) for a, b in pairs)
+    except DataError:
+        return False  # what is wrong will be said
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return any(bytes(a) != bytes(b) for a, b in zip(one.planes, other.planes, strict=True))
 
 
 def load_video(
@@ -372,14 +395,32 @@ class _Orientation(NamedTuple):
         return np.ascontiguousarray(pixels[:: self.down, :: self.across])
 
 
+def _gif_is_cut(data: bytes) -> bool:
+    """Whether a GIF ends inside one of its blocks."""
+
+    def table(flags: int) -> int:
+        return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+    try:
+        at = 13 + table(data[10])
+        while at < len(data) and data[at] in b"!,":
+            at += 2 if data[at] == 0x21 else 11 + table(data[at + 9])  # extension, image
+            while data[at]:  # sub-blocks
+                at += 1 + data[at]
+            at += 1
+    except IndexError:
+        return True
+    return False
+
+
 class _VideoFile:
     """An open video; every failure inside becomes a DataError that names the sample.
 
-    strict: damage that the decoders of _CONCEALING would hide is a failure too.
+    options: of the decoders that conceal damage (_CONCEALING).
     """
 
-    def __init__(self, media: Media, sample: Sample, strict: bool = False) -> None:
-        self.media, self.sample, self.strict = media, sample, strict
+    def __init__(self, media: Media, sample: Sample, options: dict[str, str] | None = None) -> None:
+        self.media, self.sample, self.options = media, sample, options
         # Of the first decoded frame: width and height in the file, and how it stands.
         self.size: tuple[int, int] | None = None
         self.orientation = _Orientation()
@@ -421,9 +462,8 @@ class _VideoFile:
                 f"{MAX_FILE_PIXELS} pixels are read",
                 "unreadable",
             )
-        self.strict &= context.name in _CONCEALING
-        if self.strict:
-            context.options = {"err_detect": "explode"}
+        if self.options and context.name in _CONCEALING:
+            context.options = self.options
             context.thread_count, context.thread_type = 1, "NONE"  # a thread's error is lost
         return self
 
@@ -443,10 +483,8 @@ class _VideoFile:
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
 
-    def scan(self, verify: bool) -> MediaInfo | None:
-        """What `probe_video` gives, and its errors. None where a strict decoder can't tell damage
-        from what was left out: a clip that was cut between keyframes begins with frames that refer
-        to some before it.
+    def scan(self, verify: bool) -> MediaInfo:
+        """What `probe_video` gives, and its errors.
 
         Where no header says how many frames there are, all are decoded to be counted. Elsewhere,
         without `verify`, those up to the second keyframe are, since a clip that was cut between
@@ -454,28 +492,17 @@ class _VideoFile:
         those that an edit list hides.
         """
         promised = self._promised
-        packets = keys = shown = 0
-        first: int | None = None  # presentation time of the first keyframe
-        cut = False
+        packets = keys = 0
         times: list[int | None] = []  # of each frame, in the stream's time base
         clock: list[int] = []  # of each packet, as they are decoded
         for packet in self._packets():
             if packet.size:
                 packets += 1
-                shown += not packet.is_discard
-                if packet.is_keyframe and not keys:
-                    first = packet.pts
                 keys += packet.is_keyframe
-                cut |= not keys or None not in (packet.pts, first) and packet.pts < first
                 if packet.dts is not None:
                     clock.append(packet.dts)
             if verify or not promised or keys < 2 or not times or not packet.size:
-                try:
-                    times += [frame.pts for frame in self._decode(packet)]
-                except DataError:
-                    if self.strict and cut and keys < 2:
-                        return None
-                    raise
+                times += [frame.pts for frame in self._decode(packet)]
             elif not packet.is_discard:
                 times.append(packet.pts)
         name = self.media.name
@@ -491,16 +518,9 @@ class _VideoFile:
                 f"{packets}; replace it or drop it",
                 "unreadable",
             )
-        if self.strict and not cut and self._is_mov and len(times) < shown:
+        if verify and self.container.format.name == "gif" and _gif_is_cut(self.data):
             raise self.sample.fail(
-                f"the video {name} is damaged: of {shown} frames {len(times)} can be decoded; "
-                "replace it or drop it",
-                "unreadable",
-            )
-        if self.container.format.name == "gif" and not self.data.rstrip(b"\0").endswith(b";"):
-            raise self.sample.fail(
-                f"the GIF {name} is cut short: it holds {packets} frames and no end; replace it or "
-                "drop it",
+                f"the GIF {name} is cut short in its frame {packets - 1}; replace it or drop it",
                 "unreadable",
             )
         width, height = self.size[::-1] if self.orientation.transposed else self.size
@@ -525,12 +545,9 @@ class _VideoFile:
     def _promised(self) -> int:
         """How many packets there should be, 0 in formats that do not say. The index of MP4 and MOV,
         which PyAV gives since 17.0, lacks those that an edit list hides."""
-        index = getattr(self.stream, "index_entries", ()) if self._is_mov else ()
+        is_mov = self.container.format.name.startswith("mov,")
+        index = getattr(self.stream, "index_entries", ()) if is_mov else ()
         return min(self.stream.frames, len(index) or self.stream.frames)
-
-    @property
-    def _is_mov(self) -> bool:
-        return bool(self.container.format.name.startswith("mov,"))
 
     @property
     def _is_avi(self) -> bool:
