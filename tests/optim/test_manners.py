@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.kernels.numeric import assert_bitwise
-from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, multi_tensor
+from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, host_step, multi_tensor
 
 BOTH = pytest.mark.parametrize("make", [CPUAdam, HybridDeviceOptimizer])
 
@@ -418,3 +420,17 @@ def test_thousands_of_parameters_are_checked_in_c(
     finally:
         sys.setprofile(None)
     assert calls < len(params) / 2, calls
+
+
+@pytest.mark.parametrize(("processes", "warns"), [("1", True), ("", True), ("100000", False)])
+def test_one_thread_of_several_cores_is_warned_of(
+    processes: str, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: torchrun and accelerate leave each of several processes one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        host_step._warn_of_one_thread.__wrapped__()
+    assert [("OMP_NUM_THREADS=8" in str(one.message)) for one in caught] == [True] * warns

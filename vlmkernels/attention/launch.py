@@ -532,14 +532,14 @@ _varlen_backward_op = define(
     "Tensor out, Tensor softmax_stats, SymInt? max_seqlen, bool causal, float scale, str kernel) "
     "-> (Tensor, Tensor, Tensor)",
     _varlen_backward,
-    capturable=False,  # _list_tiles
+    capturable=False,  # it keeps lists of tiles
     fake=_varlen_gradients,
 )
 varlen_op = define(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? max_seqlen, "
     "bool causal, float scale, str kernel) -> (Tensor, Tensor)",
     _varlen_forward,
-    capturable=False,  # _list_tiles
+    capturable=False,  # it keeps lists of tiles
     fake=_varlen_outputs,
     autograd=_autograd(_varlen_backward_op),
 )
@@ -548,14 +548,14 @@ _vision_backward_op = define(
     "Tensor? order, Tensor out, Tensor softmax_stats, SymInt? max_seqlen, float scale, "
     "str kernel) -> Tensor",
     _vision_backward,
-    capturable=False,  # _list_tiles
+    capturable=False,  # it keeps lists of tiles
     fake=_vision_gradient,
 )
 vision_op = define(
     "vision_attention(Tensor qkv, Tensor table, Tensor cu_seqlens, Tensor? order, "
     "SymInt? max_seqlen, float scale, str kernel) -> (Tensor, Tensor)",
     _vision_forward,
-    capturable=False,  # _list_tiles
+    capturable=False,  # it keeps lists of tiles
     fake=_vision_outputs,
     autograd=_autograd(_vision_backward_op),
 )

@@ -112,9 +112,10 @@ image_min_pixels:L MIN_PIXELS:E | media.min_pixels
 IMAGE_MAX_TOKEN_NUM:E | media.max_pixels | a token is 32 x 32 pixels, of Qwen2 and 2.5-VL 28 x 28
 video_max_pixels:L VIDEO_MAX_PIXELS:E | media.video_max_pixels
 video_min_pixels:L VIDEO_MIN_PIXELS:E | | set it in the model's video_preprocessor_config.json
-VIDEO_TOTAL_PIXELS:E VIDEO_MAX_TOKEN_NUM:E | media.video_max_pixels
+VIDEO_TOTAL_PIXELS:E | media.video_max_pixels | of all frames; here of each, but for Qwen3-VL
+VIDEO_MAX_TOKEN_NUM:E | media.video_max_pixels | tokens of a frame there
 video_fps:L FPS:E | media.fps
-video_maxlen:L FPS_MAX_FRAMES:E nframes:S | media.max_frames
+video_maxlen:L FPS_MAX_FRAMES:E | media.max_frames
 FPS_MIN_FRAMES:E | | not offered; at least 4 frames are taken
 use_audio_in_video:L audio_sampling_rate:L image_do_pan_and_scan:L crop_to_patches:L | | not offered
 model_kwargs:S | media.max_pixels media.fps media.max_frames

@@ -34,6 +34,11 @@ def main(arguments: list[str]) -> int:
     )
 
 
+def _check_counted(model: Path | None, template: str, system: str) -> None:
+    if model is None and (template or system):
+        raise UsageError("--template and --system are for counting tokens; pass --model too")
+
+
 def build_command(
     data: Path,
     output: Path,
@@ -76,8 +81,7 @@ def build_command(
 
     check_ranges(media, "--media.")
     processor = None
-    if model is None and (template or system):
-        raise UsageError("--template and --system are for counting tokens; pass --model too")
+    _check_counted(model, template, system)
     if model is not None:
         model = model_of(model)
         processor = Processor.from_folder(
@@ -139,8 +143,7 @@ def check_command(
     from vlmtrain.data.check import check
 
     check_ranges(media, "--media.")
-    if model is None and (template or system):
-        raise UsageError("--template and --system are for counting tokens; pass --model too")
+    _check_counted(model, template, system)
     report = check(
         data,
         model=None if model is None else model_of(model),
