@@ -100,7 +100,7 @@ def _warn_of_one_thread() -> None:
 
 
 def _begin_thread(threads: int, device: torch.device) -> None:
-    """What a new thread has the system's choice of, not the program's."""
+    """A new thread has the system's number of threads, and the first GPU."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

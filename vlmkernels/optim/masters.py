@@ -54,8 +54,7 @@ class Masters:
         # since `.data =` counts no version, and a second one may bring the first one's address.
         self._addresses: dict[int, int] = {}
         self._versions: dict[int, int] = {}
-        self._storages: dict[int, int] = {}
-        self._references: dict[int, StorageWeakRef] = {}  # so that no other storage lies there
+        self._storages: dict[int, StorageWeakRef] = {}  # held, so no other one has its place
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
 
@@ -71,7 +70,7 @@ class Masters:
     def forget(self, param: Tensor) -> None:
         for by_param in (self._forms, self.copies):
             by_param.pop(param, None)
-        for by_id in (self._addresses, self._versions, self._storages, self._references):
+        for by_id in (self._addresses, self._versions, self._storages):
             by_id.pop(id(param), None)
         self._read.discard(param)
 
@@ -104,11 +103,7 @@ class Masters:
         self._versions.update(zip(map(id, params), map(_VERSION, params), strict=True))
         known = map(self._storages.__contains__, map(id, params))
         for param in compress(params, map(not_, known)):
-            self._refer(param)
-
-    def _refer(self, param: Tensor) -> None:
-        reference = StorageWeakRef(param.untyped_storage())
-        self._references[id(param)], self._storages[id(param)] = reference, reference.cdata
+            self._storages[id(param)] = StorageWeakRef(param.untyped_storage())
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -131,9 +126,10 @@ class Masters:
         moved = map(ne, map(Tensor.data_ptr, params), map(self._addresses.get, map(id, params)))
         written = map(ne, map(_VERSION, params), map(self._versions.get, map(id, params)))
         storages = map(_STORAGE, map(Tensor.untyped_storage, params))
-        replaced = map(ne, storages, map(self._storages.get, map(id, params)))
+        known = map(self._storages.get, map(id, params))
+        replaced = map(ne, storages, (reference and reference.cdata for reference in known))
         for param in list(compress(params, map(or_, map(or_, moved, written), replaced))):
-            self._refer(param)
+            self._storages[id(param)] = StorageWeakRef(param.untyped_storage())
             if self._stale(param):
                 self.sync([param])
 
