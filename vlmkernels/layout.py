@@ -45,7 +45,7 @@ class VisionLayout:
     window_order: Tensor | None = None
     #: patches along the longest side: positions are below it
     max_side: int = 0
-    _tables: dict[tuple[int, float], Tensor] = field(
+    _tables: dict[tuple[float, ...], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -162,7 +162,10 @@ class VisionLayout:
         Raises:
             ValueError: head_dim is no multiple of 4.
         """
-        key = (head_dim, theta)
+        key: tuple[float, ...] = (head_dim, theta)
+        if self.position_ids.is_cuda and not torch.compiler.is_compiling():
+            # Another stream would read what this one has not written yet.
+            key = (*key, torch.cuda.current_stream(self.position_ids.device).cuda_stream)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # so that training can use it afterwards
                 return self.rotary_table(head_dim, theta)
@@ -175,10 +178,12 @@ class VisionLayout:
             table = torch.nn.functional.embedding(rows, both)
             table = table.view(self.num_patches, head_dim)
             # Of a tracer such as torch.export, of torch.func.functionalize, or of inference mode,
-            # which a compiler can't see.
+            # which a compiler can't see; of a CUDA graph, which has not run yet.
             compiling = torch.compiler.is_compiling()
             if compiling or type(table) is not Tensor or get_interpreter_stack():
                 return table  # not for calls after it
+            if table.is_cuda and torch.cuda.is_current_stream_capturing():
+                return table
             self._tables[key] = table
         return self._tables[key]
 

@@ -38,6 +38,11 @@ def test_accuracy_of_gradients(name: str, sm90: Interpreted, rng: np.random.Gene
     CASES["sm90-backward"][name](sm90, rng)
 
 
+def test_a_correction_of_nothing_is_1(sm90: Interpreted) -> None:
+    """Or the sums of long rows would shrink or grow block by block."""
+    assert sm90.fusible() == []
+
+
 @pytest.mark.slow
 def test_one_backward_kernel(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     """Its blocks run together, and their sums of dq are the same bits in any order of running."""

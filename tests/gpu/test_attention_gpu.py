@@ -13,12 +13,14 @@ from tests.kernels import test_vision_attention as vision
 from tests.kernels.numeric import assert_accurate, assert_bitwise
 from tests.kernels.test_attention import make, offsets, outputs, rounding_noise
 from vlmkernels import _native, varlen_attention, vision_attention
+from vlmkernels.attention.launch import varlen_op
 from vlmkernels.attention.reference import varlen_attention_reference, vision_attention_reference
 from vlmkernels.attention.select import (
     TILED,
     TILED_HEAD_DIMS,
     WINDOW_LENGTHS,
     machine_of,
+    obstacle,
     select,
 )
 
@@ -227,6 +229,24 @@ def test_vision_accuracy(order, dim, dtype):
     if order == "windows":
         layout = layout.in_window_order()
     check_vision(layout, qkv, dout, order, window=True)
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_sums_of_long_rows_do_not_drift(kernel):
+    """Where the largest score comes first, 1,024 blocks of keys leave it: a correction that is 1 by
+    2e-6 only would change the sum by 1e-3."""
+    tokens, dim = 1 << 16, 80
+    if obstacle(kernel, machine_of(torch.device("cuda", 0)), torch.bfloat16, dim, tokens):
+        pytest.skip(f"{kernel} does not run on this GPU")
+    q, k = torch.zeros(2, tokens, 1, dim, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], k[..., 0], k[0, 0, 0] = 7.28125, 56.0, 60.25
+    cu = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    _, stats = varlen_op(q, k, k, cu, tokens, False, 0.25, kernel)
+    below = torch.tensor(0.25 * 7.28125 * (56.0 - 60.25), dtype=torch.float64).exp()
+    exact = 1 + (tokens - 1) * below
+    torch.testing.assert_close(
+        stats[1].double(), exact.cuda().expand(1, tokens), rtol=5e-5, atol=0.0
+    )
 
 
 #: Frames of 2,016, 252, 140 and 4 patches.

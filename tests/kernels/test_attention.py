@@ -395,7 +395,7 @@ def test_no_tokens(lengths):
     assert [tuple(x.shape) for x in result.values()] == [(0, 4, 16)] * 2 + [(0, 2, 16)] * 2
 
 
-@pytest.mark.parametrize("scale", [0.25, -0.25])
+@pytest.mark.parametrize("scale", [0.25, -0.25, 0.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sdpa_means_the_same(causal: bool, scale: float):
     """It is device-agnostic torch code, and can be asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.kernels.test_attention_select import AMPERE, BF16, FP32, HOPPER
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
 from vlmkernels.attention import api, launch
+from vlmkernels.attention.reference import varlen_attention_reference
 
 needs_cuda_kernels = pytest.mark.skipif(
     not _native.has_cuda_kernels(), reason="built without CUDA kernels"
@@ -295,6 +297,63 @@ def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
     assert kernels == ["window"] * 3 + ["sm90"] * 3
     assert len(graphs) == 3
     torch._dynamo.reset()
+
+
+# ---- flash-attn ----------------------------------------------------------------------------------
+
+
+def flash(q, k, v, begins, ends, longest, longest_key, softmax_scale, causal):
+    """Stands for flash-attn's function: it masks before it scales, loads 16 bytes at a time, and
+    leaves rows of its empty output unwritten that are in no segment of `longest` tokens."""
+    assert begins.is_contiguous() and begins is ends and longest == longest_key > 1
+    assert all(x.data_ptr() % 16 == 0 for x in (q, k, v))
+    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    for begin, end in itertools.pairwise(begins.tolist()):
+        rows = slice(begin, min(end, begin + longest))
+        scores = torch.einsum("ihd,jhd->hij", q[rows].float(), k[rows].float())
+        if causal:
+            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        if scores.numel():
+            top = scores.max(-1, keepdim=True).values
+            p = torch.exp(scores * softmax_scale - top * softmax_scale)
+            p = p / p.sum(-1, keepdim=True)
+            out[rows] = torch.einsum("hij,jhd->ihd", p, v[rows].float()).to(q.dtype)
+    return out
+
+
+@pytest.fixture
+def with_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "machine_of", lambda device: replace(AMPERE, flash_attn=True))
+    monkeypatch.setattr(api, "flash_attn", lambda: flash)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.2, -0.2, 0.0])
+def test_flash_attn_gets_what_it_takes(scale, causal, with_flash):
+    buffer = torch.randn(7 * 4 * 72 + 4).half()
+    q, (k, v) = buffer[4:].view(7, 4, 72), torch.randn(2, 7, 2, 72).half()
+    assert q.data_ptr() % 16  # as a view into a larger tensor may lie
+    cu = torch.tensor([[0, 9], [4, 9], [4, 9], [7, 9]], dtype=torch.int32)[:, 0]
+    actual = varlen_attention(q, k, v, cu, max_seqlen=4, causal=causal, scale=scale)
+    exact = varlen_attention_reference(
+        *(x.double() for x in (q, k, v)), cu, causal=causal, scale=scale
+    )
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-3, atol=1e-3)
+    alone = torch.arange(8, dtype=torch.int32)
+    assert varlen_attention(q, k, v, alone, max_seqlen=1).isfinite().all()
+    empty = varlen_attention(q[:0], k[:0], v[:0], torch.zeros(1, dtype=torch.int32), max_seqlen=0)
+    assert empty.shape == (0, 4, 72)
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 7], [1, 4, 7], [0, 3, 6], [0, 4, 3, 7], [0]])
+def test_rows_that_flash_attn_would_not_write_are_an_error(ends, with_flash):
+    q = torch.randn(7, 2, 72).half()
+    cu = torch.tensor(ends, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="cu_seqlens must start at 0, never decrease, end at"):
+        varlen_attention(q, q, q, cu, max_seqlen=3)
 
 
 # ---- vision_attention ----------------------------------------------------------------------------

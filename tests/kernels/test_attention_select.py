@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vlmkernels.attention import select as select_module
+from vlmkernels.attention.api import have_short
 from vlmkernels.attention.select import (
     BACKENDS,
     SHARED_OF_BLOCK,
@@ -131,7 +132,12 @@ def test_sm90_reads_what_a_tensor_map_can_describe(which, stride, expected):
         ((Machine("cpu"), BF16, 80, 64), "window", "'window' can't be used: it runs on CUDA"),
         ((AMPERE, BF16, 80, 64), "cpu", "'cpu' can't be used: it runs on the CPU"),
         ((AMPERE, FP32, 80, 64), "flash-attn", "it takes bfloat16 and float16"),
-        ((AMPERE, BF16, 80, 64), "flash-attn", "flash-attn is not installed"),
+        ((AMPERE, BF16, 80, 64), "flash-attn", "flash-attn is not installed or fails to import"),
+        (
+            (gpu_of(7, 5, flash_attn=True), FP16, 64, 64),
+            "flash-attn",
+            "it needs compute capability 8.0, this is 7.5",
+        ),
         ((AMPERE, BF16, 80, 64), "best", "backend is 'best'; it must be one of cpu, "),
         ((AMPERE, BF16, 80, 64), "composed", "backend is 'composed'; it must be one of cpu, "),
         ((AMPERE, FP32, 80, 64), "window", "it takes bfloat16 and float16"),
@@ -218,6 +224,15 @@ def test_a_build_serves_the_gpus_it_has_code_for(archs, serves):
         if gpu == (9, 0) and expected == "window":  # plain sm_90 code of these kernels traps
             kernel = "sm90" if "90a" in archs else "sm80"
             assert select(machine, BF16, 80, 200) == kernel
+
+
+def test_short_segments_are_not_for_one_backward_kernel():
+    """Its workspace would be 28 GB for 100,000 segments of a token, 16 heads."""
+    assert select(HOPPER, BF16, 72, 300) == "sm90-fused"
+    assert select(HOPPER, BF16, 72, 300, short=True) == "sm90"
+    assert select(HOPPER, BF16, 72, 300, short=True, backend="sm90-fused") == "sm90-fused"
+    offsets = torch.tensor([0, 64, 127], dtype=torch.int32)
+    assert [have_short(offsets, torch.empty(n)) for n in (127, 128)] == [True, False]
 
 
 @pytest.mark.parametrize("backend", [None, "tiled", "sm90"])

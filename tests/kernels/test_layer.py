@@ -201,6 +201,17 @@ def test_main_grad(
 
 
 @pytest.mark.parametrize("name", ISAS)
+def test_a_gradient_past_the_caches_is_the_same(name: str) -> None:
+    """16 MB and more are stored another way."""
+    x, upstream = torch.randn(1400, 2 * 1504), torch.randn(1400, 1504)
+    assert x.nbytes >= 16 << 20
+    with isa(name):
+        whole = run(swiglu_, [x], upstream)[1]
+        parts = [run(swiglu_, [x[i : i + 700]], upstream[i : i + 700])[1] for i in (0, 700)]
+    assert_bitwise("dx", whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("name", ISAS)
 def test_swiglu_at_the_ends(name: str) -> None:
     gate = torch.tensor([0.0, -0.0, 1e-30, 88.0, 3e4, 3e38, -20.0, -88.0, -150.0, -3e38])
     x = torch.cat([gate, torch.ones(10)])

@@ -18,11 +18,20 @@ backward q for all keys, in workspace of [P, H, D].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check_tensor, check_tensors, is_whole
-from vlmkernels.attention.launch import check_varlen, check_vision, qkv_op, varlen_op, vision_op
+from vlmkernels._native import _C, DTYPES, check_tensor, check_tensors, is_whole
+from vlmkernels.attention.launch import (
+    aligned,
+    check_varlen,
+    check_vision,
+    qkv_op,
+    varlen_op,
+    vision_op,
+)
 from vlmkernels.attention.select import flash_attn, keeping, machine_of, select
 from vlmkernels.layout import VisionLayout
 from vlmkernels.rotary import rotate
@@ -73,17 +82,24 @@ def varlen_attention(
     scale, max_seqlen = _number(scale, head_dim), _length(max_seqlen)
     machine = machine_of(q.device)
     strides: tuple[int, ...] = ()
+    short = False
     if machine.device == "cuda":
         check_varlen(q, k, v, cu_seqlens)
         max_seqlen = longest_segment(cu_seqlens) if max_seqlen is None else max_seqlen
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    kernel = select(machine, q.dtype, head_dim, max_seqlen, strides=strides, backend=backend)
-    if kernel == "sdpa":
+        short = have_short(cu_seqlens, q)
+    kernel = select(
+        machine, q.dtype, head_dim, max_seqlen, short=short, strides=strides, backend=backend
+    )
+    if kernel in ("sdpa", "flash-attn"):
         check_varlen(q, k, v, cu_seqlens)
+        q, scale = _positive(q, scale)
+        if machine.device == "cuda" and not torch.compiler.is_compiling():
+            q, k, v = aligned(q), aligned(k), aligned(v)
+        flash = flash_attn() if kernel == "flash-attn" and len(q) else None
+        if flash is not None and max_seqlen is not None:
+            return _flash(flash, q, k, v, cu_seqlens, max_seqlen, causal, scale)
         return _sdpa(q, k, v, cu_seqlens, causal, scale)
-    if kernel == "flash-attn" and (flash := flash_attn()) is not None:
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return flash(q, k, v, *lengths, softmax_scale=scale, causal=causal)
     if backend is None:
         kernel = keeping(kernel, max_seqlen, q, k, v)
     return varlen_op(q, k, v, cu_seqlens, max_seqlen, causal, scale, kernel)[0]
@@ -116,6 +132,43 @@ def longest_segment(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
 
 
+def have_short(cu_seqlens: Tensor, tokens: Tensor) -> bool:
+    """Whether segments have fewer than DQ_ROWS of the tokens on average."""
+    return (len(cu_seqlens) - 1) * _C.DQ_ROWS > len(tokens)
+
+
+def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q and a scale above 0 with the same scores: flash-attn and torch's sdpa mask scores with -inf
+    before they scale them, so that another scale gives NaN."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
+def _flash(
+    flash: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """flash-attn's function, which leaves rows unwritten that no segment of at most max_seqlen
+    tokens has."""
+    lengths = cu_seqlens.diff()
+    fits = (lengths == lengths.clamp(0, max_seqlen)).all()
+    fits &= (cu_seqlens[0] == 0) & (cu_seqlens[-1] == len(q))
+    torch._assert_async(
+        fits,
+        "varlen_attention: cu_seqlens must start at 0, never decrease, end at the number of tokens "
+        "and have no segment longer than max_seqlen",
+    )
+    dense, longest = cu_seqlens.contiguous(), max(max_seqlen, 2)  # 1 is another path of its own
+    return flash(q, k, v, dense, dense, longest, longest, softmax_scale=scale, causal=causal)
+
+
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
 ) -> Tensor:
@@ -125,8 +178,6 @@ def _sdpa(
             f"cu_seqlens runs from {offsets[0]} to {offsets[-1]}; it must start at 0, never "
             f"decrease and end at q's number of tokens, {q.shape[0]}"
         )
-    if scale < 0:  # torch's sdpa masks before it scales: NaN
-        q, scale = -q, -scale
     group, gqa = q.shape[1] // k.shape[1], q.shape[1] != k.shape[1]
     if gqa and q.is_cuda and (q.dtype == torch.float32 or machine_of(q.device).capability < (8, 0)):
         # Only torch's flash kernel has it without a matrix of all scores, which it keeps.
@@ -217,7 +268,14 @@ def rotated_attention(
     strides = (qkv.stride(0), qkv.stride(-2)) if machine.device == "cuda" else ()
     permuted = order is not None
     kernel = select(
-        machine, qkv.dtype, head_dim, max_seqlen, vision=True, permuted=permuted, strides=strides
+        machine,
+        qkv.dtype,
+        head_dim,
+        max_seqlen,
+        vision=True,
+        permuted=permuted,
+        short=have_short(cu_seqlens, qkv),
+        strides=strides,
     )
     if kernel == "composed":
         return _composed(qkv, table, cu_seqlens, order, max_seqlen, scale)

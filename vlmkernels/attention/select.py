@@ -109,10 +109,10 @@ def _runs(arch: str, capability: tuple[int, int], by_ptx: bool) -> bool:
 
 @functools.cache
 def flash_attn() -> Callable[..., Any] | None:
-    """flash-attn's function, if it is installed."""
+    """flash-attn's function, if it is installed and can be imported."""
     try:
         from flash_attn import flash_attn_varlen_func  # optional
-    except ImportError:
+    except Exception:  # built for another torch or CUDA, it raises many an error
         return None
     return flash_attn_varlen_func
 
@@ -141,6 +141,7 @@ def select(
     *,
     vision: bool = False,
     permuted: bool = False,
+    short: bool = False,
     strides: Iterable[int] = (),
     backend: str | None = None,
 ) -> str:
@@ -150,6 +151,8 @@ def select(
         max_seqlen: tokens of the longest segment; on CUDA varlen_attention must know it, and
             vision_attention is composed without.
         permuted: vision_attention reads its patches through a window order.
+        short: segments have fewer than DQ_ROWS tokens on average: sm90-fused keeps float32 sums of
+            dq for as many of each.
         strides: in elements, of the tokens and heads of q, k and v, as far as sm90 reads them
             in place.
         backend: one of BACKENDS, the only one to be considered.
@@ -167,8 +170,9 @@ def select(
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     reason: tuple[Any, ...] = ()
     for kernel in candidates:
-        if kernel == "sm90-fused" and backend != kernel and head_dim not in FUSED_HEAD_DIMS:
-            continue
+        if kernel == "sm90-fused" and backend != kernel:
+            if short or head_dim not in FUSED_HEAD_DIMS:
+                continue
         reason = obstacle(kernel, machine, dtype, head_dim, max_seqlen, permuted, strides)
         if not reason:
             return kernel
@@ -217,7 +221,11 @@ def obstacle(
     if kernel == "flash-attn":
         if dtype == torch.float32:
             return ("it takes bfloat16 and float16",)
-        return () if machine.flash_attn else ("flash-attn is not installed",)
+        if not machine.flash_attn:
+            return ("flash-attn is not installed or fails to import",)
+        if machine.capability < (8, 0):
+            return ("it needs compute capability 8.0, this is {}.{}", *machine.capability)
+        return ()
     if not machine.archs:
         return ("vlmkernels was built without CUDA kernels",)
     if dtype == torch.float32:

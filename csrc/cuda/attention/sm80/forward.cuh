@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
         }
         highest = fmaxf(highest, ptx::exchange(highest, 1));
         highest = fmaxf(highest, ptx::exchange(highest, 2));  // mutant: sm80-forward-max
-        const float offset = highest * exponent;
-        const float correction = ptx::exp2_approx(top[m][r] * exponent - offset);
+        // As multiply-adds they would differ where the highest stays: long rows' sums would drift.
+        const float offset = __fmul_rn(highest, exponent);
+        const float correction = ptx::exp2_approx(__fmul_rn(top[m][r], exponent) - offset);
         top[m][r] = highest;
         float part = 0.f;
 #pragma unroll

@@ -218,8 +218,9 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2]
     for (int i = r * 2; i < kCount; i += 4) highest = fmaxf(highest, fmaxf(s[i], s[i + 1]));
     highest = fmaxf(highest, ptx::exchange(highest, 1));
     highest = fmaxf(highest, ptx::exchange(highest, 2));  // mutant: sm90-fwd-softmax-max
-    const float offset = highest * exponent;
-    correction[r] = ptx::exp2_approx(top[r] * exponent - offset);
+    // As multiply-adds they would differ where the highest stays: long rows' sums would drift.
+    const float offset = __fmul_rn(highest, exponent);
+    correction[r] = ptx::exp2_approx(__fmul_rn(top[r], exponent) - offset);
     top[r] = highest;
     float part = 0.f;
 #pragma unroll

@@ -46,6 +46,7 @@ inline unsigned __float_as_uint(float value) {
   std::memcpy(&bits, &value, 4);
   return bits;
 }
+inline float __fmul_rn(float x, float y) { return x * y; }
 using std::max;
 using std::min;
 
