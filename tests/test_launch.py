@@ -266,27 +266,60 @@ def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None
         launch.joined()
 
 
+@pytest.mark.parametrize("rank", ["2", "-1"])
+def test_a_rank_that_is_none(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(launch.LaunchError, match=f"RANK is {rank} and WORLD_SIZE 2; ranks count"):
+        launch.joined()
+
+
+def connect_first(port: int, change: str = "", **environment: str) -> str:
+    """What rank 0 of two says that connects alone."""
+    code = (
+        f"from datetime import timedelta\nfrom vlmtrain.core import launch\n{change}\n"
+        "raise SystemExit(launch.run_on_ranks(lambda p: launch.connect(p, 'gloo'), [], 0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", PYTHONPATH=str(ROOT))
+        | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
 def test_a_port_that_is_taken() -> None:
     """In one sentence, by the rank that listens."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code = (
-            "from vlmtrain.core import launch\n"
-            "raise SystemExit(launch.run_on_ranks(lambda p: launch.connect(p, 'gloo'), [], 0))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ
-            | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", PYTHONPATH=str(ROOT))
-            | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+        said = connect_first(port)
     expected = f"vlmtrain: MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: the ranks can't meet there"
-    assert expected in done.stderr
+    assert expected in said
+
+
+def test_a_rank_that_does_not_come() -> None:
+    change = "launch._TIMEOUT, launch._SILENT = timedelta(seconds=3), 0.5"
+    port = free_port()
+    waits, ends = (
+        line
+        for line in connect_first(port, change).splitlines()
+        if line.startswith(f"vlmtrain: MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: ")
+    )
+    assert waits.endswith("rank 0 waits for other ranks of 2; see what they printed")
+    assert "the ranks can't meet there" in ends and "1/2 clients joined" in ends
+
+
+def test_ranks_that_torchrun_restarts_on_the_same_store() -> None:
+    """There they would wait for the addresses of processes that have ended."""
+    said = connect_first(1, TORCHELASTIC_RESTART_COUNT="1")
+    assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment" in said
 
 
 def test_nproc_in_a_shell_of_one_task(monkeypatch: pytest.MonkeyPatch) -> None:

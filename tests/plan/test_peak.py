@@ -142,6 +142,16 @@ def test_what_makes_it_fit() -> None:
         tried(1.0, "auto")
 
 
+def test_what_a_schedule_brings_back_has_room() -> None:
+    def states(fraction: float, *schedule: str) -> float:
+        section = replace(CONFIG.optimizer, offload_fraction=fraction, offload_schedule=schedule)
+        config = replace(CONFIG, optimizer=section)
+        return PeakModel(config, SPEC, make_layout(SPEC, world_size=1), 0, cuda=True).states()
+
+    assert states(1.0, "500:0.5", "800:0") == states(0.0) > states(1.0)
+    assert states(0.0, "10:1") == states(0.0)
+
+
 SAVING = replace(
     CONFIG,
     recompute=RecomputeSection("full", "full"),

@@ -79,6 +79,10 @@ def plant(fault: str, case: dict[str, Any]) -> None:
     if fault == "slow disk":
         loader.PackedLoader._build = third
         index.SampleIndex.load = waiting
+    if fault == "own output":
+        agreement._FILE_SYSTEM = 1.0
+        here, found = Path(case["more"][0].partition("=")[2]), agreement._find
+        agreement._find = lambda mark: found(here / mark.name)
     if fault == "other version":
         agreement._sources = lambda package: "0.0.9, checksum 0"
     if fault == "other file":  # as another machine has it, under the same name

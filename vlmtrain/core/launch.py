@@ -35,6 +35,9 @@ _PEER_GONE = (
     "NCCL communicator was aborted",
 )
 _RANK_0_FIRST = 5.0  # seconds
+_SILENT = 30.0  # seconds that rank 0 waits for the others before it says so
+# To torchrun: ranks that it restarts get a store of their own.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class LaunchError(UserError):
@@ -73,6 +76,11 @@ def joined() -> Process | None:
         raise LaunchError(
             f"the launcher set {rank} but not usable {world} and {local} ({error})"
         ) from error
+    if not 0 <= process.rank < process.world_size:
+        raise LaunchError(
+            f"{rank} is {process.rank} and {world} {process.world_size}; ranks count from 0 to "
+            f"{world} - 1"
+        )
     if process.world_size > 1 and "MASTER_ADDR" not in env:
         raise LaunchError(
             f"the launcher started {process.world_size} processes but MASTER_ADDR is not set; "
@@ -103,6 +111,26 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
     import torch.distributed.nn  # noqa: F401
 
     where = {"store": dist.HashStore()} if process.world_size == 1 else {}
+    env = os.environ
+    place = f"MASTER_ADDR {env['MASTER_ADDR']}, MASTER_PORT {env['MASTER_PORT']}"
+    if (
+        env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        and not where
+        and env.get(_OWN_STORE) != "1"
+    ):
+        raise LaunchError(
+            "torchrun has restarted the ranks on the store of those that failed, whose addresses "
+            f"it still holds; start torchrun with {_OWN_STORE}=1 in its environment"
+        )
+
+    def wait() -> None:
+        missing = f"{place}: rank 0 waits for other ranks of {process.world_size}"
+        print(f"vlmtrain: {missing}; see what they printed", file=sys.stderr, flush=True)
+
+    waiting = threading.Timer(_SILENT, wait)
+    if process.rank == 0:
+        waiting.daemon = True
+        waiting.start()
     try:
         dist.init_process_group(
             backend,
@@ -111,9 +139,11 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
             timeout=group_timeout(minutes),
             **where,
         )
-    except dist.DistNetworkError as error:
-        place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
-        raise LaunchError(f"{place}: the ranks can't meet there: {error}") from error
+    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, and gloo's
+        said = str(error).splitlines()[0]
+        raise LaunchError(f"{place}: the ranks can't meet there: {said}") from error
+    finally:
+        waiting.cancel()
 
 
 def _first_host(nodes: str) -> str:

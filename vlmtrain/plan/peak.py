@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmtrain.core.config import TrainConfig
+from vlmtrain.core.config import TrainConfig, offload_fractions
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.plan import memory, schedule
@@ -59,7 +59,8 @@ class PeakModel:
             lora=config.lora,
             overlap=config.parallel.overlap_grad_reduce,
         )
-        offloaded = config.optimizer.offload_fraction if self.cuda else 0.0
+        # Of a schedule the least: what comes back from the host must have room.
+        offloaded = min(offload_fractions(config.optimizer).values()) if self.cuda else 0.0
         return states.total - offloaded * states.optimizer
 
     def peaks(self, tokens: np.ndarray, patches: np.ndarray, largest: np.ndarray) -> np.ndarray:

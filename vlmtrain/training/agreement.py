@@ -9,6 +9,9 @@ After that each step's packs and deal are compared in the loader's all-reduce of
 from __future__ import annotations
 
 import os
+import socket
+import time
+import uuid
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -18,14 +21,16 @@ from typing import Any
 import megatron.core
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import vlmkernels
 import vlmtrain
 from vlmtrain.checkpoint.megatron.torch_dist import read_common
 from vlmtrain.core.batch import padded_length
-from vlmtrain.core.collectives import check_same
+from vlmtrain.core.collectives import check_same, on_every_rank, on_first_rank
 from vlmtrain.core.config import LoraSection, TrainConfig, to_dict
-from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import CheckpointError, writing
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, first_difference
 from vlmtrain.data.errors import DataError
@@ -39,6 +44,7 @@ from vlmtrain.parallel.step_inputs import StepInputs
 _PLACES = ("model", "data", "output", "nproc", "loader.media_root", "loader.template")
 _SAMPLES = 64  # read on every rank
 _PACKS = 1024  # whose messages are compared
+_FILE_SYSTEM = 15.0  # seconds until a file of another machine must be seen
 _REMEDY = "start all ranks with the same program, options and files"
 
 
@@ -60,6 +66,40 @@ def check_program(config: TrainConfig, spec: ModelSpec) -> None:
         "the model's config.json": str(asdict(spec)),
     }
     check_same(options | facts, _REMEDY)
+
+
+def check_shared(output: Path) -> None:
+    """Collective: every rank writes its part of a checkpoint to the folder, which is there.
+
+    Raises:
+        UserError: a rank that does not see what rank 0 writes there, on all ranks.
+    """
+    if dist.get_world_size() == 1:
+        return
+    mark = on_first_rank(lambda: _mark(output))
+    try:
+        on_every_rank(lambda: _find(mark))
+    finally:
+        if dist.get_rank() == 0:
+            mark.unlink(missing_ok=True)
+
+
+def _mark(output: Path) -> Path:
+    mark = output / f".seen-by-all-{uuid.uuid4().hex}"
+    with writing(f"--output {output}"):
+        mark.touch()
+    return mark
+
+
+def _find(mark: Path) -> None:
+    end = time.monotonic() + _FILE_SYSTEM
+    while not mark.exists():
+        if time.monotonic() > end:
+            raise UserError(
+                f"rank {dist.get_rank()} on {socket.gethostname()} does not see what rank 0 wrote "
+                f"to --output {mark.parent}; name a folder that all machines share"
+            )
+        time.sleep(0.2)
 
 
 def check_plan(loader: PackedLoader, layout: Layout) -> None:

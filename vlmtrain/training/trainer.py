@@ -45,7 +45,7 @@ from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overl
 from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.ledger import StepResult
 from vlmtrain.telemetry.metrics import check_wandb
-from vlmtrain.training.agreement import check_plan, check_program, check_resumed
+from vlmtrain.training.agreement import check_plan, check_program, check_resumed, check_shared
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.learning_rate import learning_rate
@@ -63,12 +63,19 @@ def run(config: TrainConfig, process: Process) -> None:
     Raises:
         UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
     """
-    spec, layout = check(config, process.world_size)
+    refused: UserError | None = None
+    try:
+        spec, layout = check(config, process.world_size)
+    except UserError as error:
+        if process.world_size == 1:
+            raise
+        refused = error  # of this machine perhaps: the others would wait for its ranks
     prepare_tensor_overlap(config.parallel, os.environ)
     backend = device.setup(process.local_rank)
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
     connect(process, backend.process_group, config.train.timeout)
+    on_every_rank(lambda: _raise(refused))
     check_program(config, spec)
     lock = FolderLock(config.output)
     try:
@@ -126,8 +133,10 @@ class Trainer:
                 system=config.loader.system,
             )
         )
+        on_first_rank(lambda: _check_output(config, lock))
+        check_shared(config.output)
         # Rank 0 reads and checks all input; its error is raised on every rank.
-        index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
+        index, held_out, resume = on_first_rank(lambda: self._read_input(processor))
         self.files = on_every_rank(lambda: ModelFiles(config.model))
         self.held_out = None if held_out is None else held_out.content_hash
         position = self._position(resume, index)
@@ -264,11 +273,10 @@ class Trainer:
     # --- parts of building and of a step ------------------------------------------------------
 
     def _read_input(
-        self, processor: Processor, lock: FolderLock
+        self, processor: Processor
     ) -> tuple[SampleIndex, SampleIndex | None, Path | None]:
         """Samples to train on, held-out samples, and the checkpoint to go on from. On rank 0."""
         config, spec, length = self.config, self.spec, self.config.train.pack_length
-        _check_output(config, lock)
         resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
         if resume is None and (config.output / "hf").exists():
             raise UserError(
@@ -425,6 +433,11 @@ class Trainer:
         }
         export = self._export if self.config.checkpoint.hf else None
         self.saver.start(step, self.engine.parts, self.engine.optimizer, extra, export)
+
+
+def _raise(error: UserError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _check_output(config: TrainConfig, lock: FolderLock) -> None:
