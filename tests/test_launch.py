@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import ROOT, free_port
 from vlmtrain import cli
@@ -318,8 +319,17 @@ def test_a_rank_that_does_not_come() -> None:
 
 def test_ranks_that_torchrun_restarts_on_the_same_store() -> None:
     """There they would wait for the addresses of processes that have ended."""
-    said = connect_first(1, TORCHELASTIC_RESTART_COUNT="1")
-    assert "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment" in said
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = connect_first(1, **restarted)
+    assert "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment" in said
+
+
+def test_one_process_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    launch.connect(launch.Process(0, 1, 0), "gloo")
+    assert torch.distributed.get_world_size() == 1
+    torch.distributed.destroy_process_group()
 
 
 def test_nproc_in_a_shell_of_one_task(monkeypatch: pytest.MonkeyPatch) -> None:

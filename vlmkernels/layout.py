@@ -45,7 +45,7 @@ class VisionLayout:
     window_order: Tensor | None = None
     #: patches along the longest side: positions are below it
     max_side: int = 0
-    _tables: dict[tuple[float, ...], Tensor] = field(
+    _tables: dict[tuple[int, float], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -162,10 +162,7 @@ class VisionLayout:
         Raises:
             ValueError: head_dim is no multiple of 4.
         """
-        key: tuple[float, ...] = (head_dim, theta)
-        if self.position_ids.is_cuda and not torch.compiler.is_compiling():
-            # Another stream would read what this one has not written yet.
-            key = (*key, torch.cuda.current_stream(self.position_ids.device).cuda_stream)
+        key = (head_dim, theta)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # so that training can use it afterwards
                 return self.rotary_table(head_dim, theta)

@@ -61,15 +61,17 @@ class Interpreted:
         variables = {name: value for part in parts for name, value in part.globals.items()}
         return Module(parts[0].target, kernels, variables)
 
-    def fusible(self) -> list[str]:
-        """Subtractions in front of an exponential that take a product without a rounding of its
-        own: ptxas makes multiply-adds of such, which the interpreter does not."""
+    def exponents(self) -> list[tuple[str, bool]]:
+        """The subtractions in front of exponentials, and whether each takes a product without a
+        rounding of its own: ptxas makes a multiply-add of such, which the interpreter does not."""
         found = []
         for build in {id(build): build for build, _ in self.launchers.values()}.values():
             for kernel in build.ptx[self.architecture].split(".entry"):
                 products = set(re.findall(r"mul\.f32\s+(%f\d+),", kernel))
-                exponents = re.findall(r"((?:add|sub)\.f32[^;]+);\s+(?://.*\s+)?ex2\.", kernel)
-                found += [e for e in exponents if products & set(re.findall(r"%f\d+", e)[1:])]
+                before = r"((?:add|sub)\.f32[^;]+);\s+(?:(?://|\.loc).*\s+)*ex2\."
+                for line in re.findall(before, kernel):
+                    taken = set(re.findall(r"%f\d+", line)[1:])
+                    found.append((line, bool(products & taken)))
         return found
 
     def device(self) -> Device:

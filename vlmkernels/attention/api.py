@@ -18,14 +18,15 @@ backward q for all keys, in workspace of [P, H, D].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
 
 from vlmkernels._native import _C, DTYPES, check_tensor, check_tensors, is_whole
 from vlmkernels.attention.launch import (
-    aligned,
     check_varlen,
     check_vision,
     qkv_op,
@@ -94,8 +95,8 @@ def varlen_attention(
     if kernel in ("sdpa", "flash-attn"):
         check_varlen(q, k, v, cu_seqlens)
         q, scale = _positive(q, scale)
-        if machine.device == "cuda" and not torch.compiler.is_compiling():
-            q, k, v = aligned(q), aligned(k), aligned(v)
+        if machine.device == "cuda":
+            q, k, v = _aligned(q), _aligned(k), _aligned(v)
         flash = flash_attn() if kernel == "flash-attn" and len(q) else None
         if flash is not None and max_seqlen is not None:
             return _flash(flash, q, k, v, cu_seqlens, max_seqlen, causal, scale)
@@ -134,15 +135,30 @@ def longest_segment(cu_seqlens: Tensor) -> int:
 
 def have_short(cu_seqlens: Tensor, tokens: Tensor) -> bool:
     """Whether segments have fewer than DQ_ROWS of the tokens on average."""
-    return (len(cu_seqlens) - 1) * _C.DQ_ROWS > len(tokens)
+    return (cu_seqlens.numel() - 1) * _C.DQ_ROWS > tokens.shape[0]
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """q and a scale above 0 with the same scores: flash-attn and torch's sdpa mask scores with -inf
     before they scale them, so that another scale gives NaN."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be a finite number")
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied where its rows could start at multiples of 16 bytes and don't: torch's kernels and
+    flash-attn's load as many at a time. Compiled code and torch.func, whose tensors have no
+    address, take x as it is."""
+    if torch.compiler.is_compiling() or get_interpreter_stack():
+        return x
+    size = x.element_size()
+    if x.shape[-1] * size % 16:
+        return x
+    fits = x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _flash(
@@ -158,7 +174,7 @@ def _flash(
     """flash-attn's function, which leaves rows unwritten that no segment of at most max_seqlen
     tokens has."""
     lengths = cu_seqlens.diff()
-    fits = (lengths == lengths.clamp(0, max_seqlen)).all()
+    fits = (lengths == lengths.clamp(0, min(max_seqlen, 2**31 - 1))).all()
     fits &= (cu_seqlens[0] == 0) & (cu_seqlens[-1] == len(q))
     torch._assert_async(
         fits,
@@ -274,7 +290,7 @@ def rotated_attention(
         max_seqlen,
         vision=True,
         permuted=permuted,
-        short=have_short(cu_seqlens, qkv),
+        short=machine.device == "cuda" and have_short(cu_seqlens, qkv),
         strides=strides,
     )
     if kernel == "composed":

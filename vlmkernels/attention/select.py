@@ -6,7 +6,8 @@
     window      ours, CUDA: a segment's keys whole in the shared memory of one thread block
     sm80        ours, CUDA: FlashAttention-2, tiles of 128 by mma.sync, segments of any length
     sm90        ours, CUDA: FlashAttention-3, wgmma and TMA, compute capability 9.0
-    sm90-fused  the same with a backward of one kernel, where that was faster: head_dim 72
+    sm90-fused  the same with a backward of one kernel, where that was faster: head_dim 72, segments
+                of 64 tokens or more on average
     flash-attn  the package of that name
     sdpa        torch's scaled_dot_product_attention, one segment after another
     composed    rotation and permutation in torch, then varlen_attention

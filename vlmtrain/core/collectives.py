@@ -105,7 +105,8 @@ def _store() -> Any:
 
 
 def on_every_rank(work: Callable[[], T]) -> T:
-    """Run `work` on all ranks; a UserError on any is raised on all, the lowest rank's first.
+    """Run `work` on all ranks; a UserError on any is raised on all, the lowest rank's first, with
+    that rank and its machine where others have none.
 
     `work` must not wait for other ranks after the point where it can fail.
     """
@@ -115,7 +116,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
         value = work()
     except UserError as error:
         error_here = str(error)
-    _raise_first(error_here)
+    _raise_first(error_here, where=True)
     return value
 
 
@@ -151,13 +152,17 @@ def long_on_every_rank(work: Callable[[Callable[[], None]], T]) -> T:
     return value
 
 
-def _raise_first(error_here: str | None) -> None:
-    """Collective: the error of the lowest rank that has one, raised on all."""
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error_here)
-    for message in errors:
-        if message is not None:
-            raise shared_error(message)
+def _raise_first(error_here: str | None, where: bool = False) -> None:
+    """Collective: the error of the lowest rank that has one, raised on all. `where`: and which rank
+    that is, unless all have one."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (error_here, socket.gethostname()))
+    for rank, (message, host) in enumerate(found):
+        if message is None:
+            continue
+        if where and any(other is None for other, _ in found):
+            message = f"rank {rank} on {host}: {message}"
+        raise shared_error(message)
 
 
 def check_same(facts: Mapping[str, str], remedy: str) -> None:

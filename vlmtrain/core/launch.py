@@ -36,8 +36,6 @@ _PEER_GONE = (
 )
 _RANK_0_FIRST = 5.0  # seconds
 _SILENT = 30.0  # seconds that rank 0 waits for the others before it says so
-# To torchrun: ranks that it restarts get a store of their own.
-_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class LaunchError(UserError):
@@ -110,17 +108,15 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
     # ends: "terminate called without an active exception".
     import torch.distributed.nn  # noqa: F401
 
-    where = {"store": dist.HashStore()} if process.world_size == 1 else {}
+    alone = process.world_size == 1
     env = os.environ
-    place = f"MASTER_ADDR {env['MASTER_ADDR']}, MASTER_PORT {env['MASTER_PORT']}"
-    if (
-        env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        and not where
-        and env.get(_OWN_STORE) != "1"
-    ):
+    place = f"MASTER_ADDR {env.get('MASTER_ADDR')}, MASTER_PORT {env.get('MASTER_PORT')}"
+    restarted = env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and not alone and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise LaunchError(
             "torchrun has restarted the ranks on the store of those that failed, whose addresses "
-            f"it still holds; start torchrun with {_OWN_STORE}=1 in its environment"
+            "it still holds; start it with --standalone or --rdzv-backend c10d, and with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         )
 
     def wait() -> None:
@@ -128,8 +124,8 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
         print(f"vlmtrain: {missing}; see what they printed", file=sys.stderr, flush=True)
 
     waiting = threading.Timer(_SILENT, wait)
-    if process.rank == 0:
-        waiting.daemon = True
+    waiting.daemon = True
+    if process.rank == 0 and not alone:
         waiting.start()
     try:
         dist.init_process_group(
@@ -137,11 +133,12 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
             rank=process.rank,
             world_size=process.world_size,
             timeout=group_timeout(minutes),
-            **where,
+            **({"store": dist.HashStore()} if alone else {}),
         )
-    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, and gloo's
-        said = str(error).splitlines()[0]
-        raise LaunchError(f"{place}: the ranks can't meet there: {said}") from error
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "connectFullMesh" not in str(error):
+            raise
+        raise LaunchError(f"{place}: the ranks can't meet there: {error}") from error
     finally:
         waiting.cancel()
 

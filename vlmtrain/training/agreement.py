@@ -44,7 +44,8 @@ from vlmtrain.parallel.step_inputs import StepInputs
 _PLACES = ("model", "data", "output", "nproc", "loader.media_root", "loader.template")
 _SAMPLES = 64  # read on every rank
 _PACKS = 1024  # whose messages are compared
-_FILE_SYSTEM = 15.0  # seconds until a file of another machine must be seen
+_FILE_SYSTEM = 70.0  # seconds until a file of another machine must be seen: NFS looks once a minute
+_MARK = ".seen-by-all-"
 _REMEDY = "start all ranks with the same program, options and files"
 
 
@@ -85,19 +86,21 @@ def check_shared(output: Path) -> None:
 
 
 def _mark(output: Path) -> Path:
-    mark = output / f".seen-by-all-{uuid.uuid4().hex}"
+    mark = output / f"{_MARK}{uuid.uuid4().hex}"
     with writing(f"--output {output}"):
+        for left in output.glob(f"{_MARK}*"):  # by a start that was killed
+            left.unlink(missing_ok=True)
         mark.touch()
     return mark
 
 
 def _find(mark: Path) -> None:
     end = time.monotonic() + _FILE_SYSTEM
-    while not mark.exists():
+    while not os.path.exists(mark):
         if time.monotonic() > end:
             raise UserError(
-                f"rank {dist.get_rank()} on {socket.gethostname()} does not see what rank 0 wrote "
-                f"to --output {mark.parent}; name a folder that all machines share"
+                f"what rank 0 wrote to --output {mark.parent} is not there; name a folder that all "
+                "machines share"
             )
         time.sleep(0.2)
 

@@ -19,10 +19,11 @@ from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.plan.hardware import Gpu, PlanError, find_gpu
-from vlmtrain.plan.heaviest import Loads, Peak
+from vlmtrain.plan.heaviest import Loads, Peak, peak_models
 from vlmtrain.telemetry.drift import TOLERANCE, keep_gpu
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.fit import advice, find_remedy, fit, nothing_fits
+from vlmtrain.training.optimizer import offload_fraction
 from vlmtrain.training.rehearsal import (
     RankPeak,
     capacity_here,
@@ -92,7 +93,7 @@ class MemoryPlan:
         start = time.perf_counter()
         with Watchdog(engine.clock.place, self.config.train.timeout):
             loads = self._loads(self.layout)
-            peaks = rehearse(self.config, engine, loader, loads, self.before, self.factor)
+            peaks = rehearse(self._now(), engine, loader, loads, self.before, self.factor)
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - start
             say(f"rehearsed the heaviest steps in {seconds:.1f} s; nothing was changed")
@@ -105,8 +106,27 @@ class MemoryPlan:
             on_first_rank(partial(self._keep, gpu))
         if self.config.train.fit != "ignore":
             room = self._room()
-            check_fits(peaks, partial(self._advice, room))
+            comes = self._comes_back()
+            later = [replace(p, measured=p.measured + comes[p.stage]) for p in peaks]
+            check_fits(later, partial(self._advice, room))
         return peaks
+
+    def _now(self) -> TrainConfig:
+        """The configuration with the share of the optimizer that its next step offloads."""
+        section = self.config.optimizer
+        share = offload_fraction(section, self.position.step)
+        return replace(
+            self.config, optimizer=replace(section, offload_fraction=share, offload_schedule=())
+        )
+
+    def _comes_back(self) -> list[float]:
+        """Bytes of the optimizer's state that its schedule takes from the host later; of each rank
+        of a pipeline."""
+        now, later = (
+            peak_models(config, self.spec, self.layout, cuda=self.backend.is_cuda)
+            for config in (self._now(), self.config)
+        )
+        return [b.states() - a.states() for a, b in zip(now, later, strict=True)]
 
     def _kept(self) -> Gpu | None:
         """On rank 0: the device as an earlier start has measured it."""

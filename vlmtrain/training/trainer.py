@@ -63,19 +63,14 @@ def run(config: TrainConfig, process: Process) -> None:
     Raises:
         UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
     """
-    refused: UserError | None = None
-    try:
-        spec, layout = check(config, process.world_size)
-    except UserError as error:
-        if process.world_size == 1:
-            raise
-        refused = error  # of this machine perhaps: the others would wait for its ranks
+    check_tensor_overlap(config.parallel, os.environ)
     prepare_tensor_overlap(config.parallel, os.environ)
     backend = device.setup(process.local_rank)
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
     connect(process, backend.process_group, config.train.timeout)
-    on_every_rank(lambda: _raise(refused))
+    # By all together: what one machine alone refuses would leave the others waiting for its ranks.
+    spec, layout = on_every_rank(lambda: check(config, process.world_size))
     check_program(config, spec)
     lock = FolderLock(config.output)
     try:
@@ -91,11 +86,10 @@ def run(config: TrainConfig, process: Process) -> None:
 
 
 def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
-    """Everything that can be refused before a process group exists."""
+    """What can be refused by options and the model's config.json alone."""
     spec = read_spec(config.model)
     check_wandb(config.train.wandb)
     check_lora(config.lora, config.freeze, spec)
-    check_tensor_overlap(config.parallel, os.environ)
     layout = run_layout(
         spec,
         config.parallel,
@@ -433,11 +427,6 @@ class Trainer:
         }
         export = self._export if self.config.checkpoint.hf else None
         self.saver.start(step, self.engine.parts, self.engine.optimizer, extra, export)
-
-
-def _raise(error: UserError | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _check_output(config: TrainConfig, lock: FolderLock) -> None:
