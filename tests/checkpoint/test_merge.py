@@ -98,6 +98,7 @@ def change(folder: Path, **values) -> None:
         ({"use_dora": True}, ["use_dora"]),
         ({"alora_invocation_tokens": [628]}, ["alora_invocation_tokens"]),
         ({"lora_bias": True}, ["lora_bias"]),
+        ({"fan_in_fan_out": True}, ["fan_in_fan_out"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa_niter_4"]),
         ({"init_lora_weights": "lora_ga"}, ["init_lora_weights", "lora_ga"]),
         ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),

@@ -315,3 +315,19 @@ def test_full_disk_on_one_rank_is_every_ranks_error(results):
     folder = results["folders"]["folder"] / "full"
     assert [p.name for p in folder.iterdir()] == ["step-00000002"]
     verify_manifest(folder / "step-00000002")
+
+
+def test_adapters_that_a_run_has_no_place_for_are_named(tmp_path):
+    model = ref.save_model(ref.make_model("qwen2_5_vl", seed=SEED), tmp_path / "hf")
+    path = tmp_path / "run" / "step-00000001"
+    two, one = ({"rank": 2, "targets": targets} for targets in (("q_proj", "o_proj"), ("q_proj",)))
+    cases = [
+        dict(model=model, layout={}, lora=two, save=path),
+        dict(model=model, layout={}, lora=two, load=path),
+        dict(model=model, layout={}, lora=one, load=path),
+    ]
+    *same, fewer = run_cases(WORKER, cases, 1, tmp_path)
+    assert not any("error" in result for result in same), same
+    said = fewer.get("error", "nothing")
+    assert f"{path} holds language_model." in said and "linear_proj.adapters" in said, said
+    assert "for which this run has no place" in said

@@ -194,6 +194,10 @@ def test_settings_come_from_the_folder(model_folder: Path, spec: ModelSpec, tmp_
     size = {"size": {"shortest_edge": 6272, "longest_edge": 9408}, "image_mean": [0.5, 0.5, 0.5]}
     new = read({"preprocessor_config.json": size})
     assert (new.min_pixels, new.max_pixels, new.mean) == (6272, 9408, (0.5, 0.5, 0.5))
+    both = {"min_pixels": 3136, "max_pixels": 12544, "size": dict(size["size"])}
+    new = read({"preprocessor_config.json": both})
+    edges = reference.Qwen2VLImageProcessorPil(**both).size  # type: ignore[arg-type]
+    assert (new.min_pixels, new.max_pixels) == (edges["shortest_edge"], edges["longest_edge"])
     nested = read({**old, "processor_config.json": {"image_processor": size}})
     assert nested.max_pixels == 9408
     for bad, message in [

@@ -31,8 +31,8 @@ from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings, smart_resize
 from vlmtrain.data.media.limits import limited, write_settings
 from vlmtrain.data.media.videos import TimedVideoSettings, VideoSettings
-from vlmtrain.data.processor import Processor
-from vlmtrain.data.sample import Media, MediaInfo, Sample
+from vlmtrain.data.processor import MediaLayout, Processor
+from vlmtrain.data.sample import Media, MediaInfo, Sample, Turn
 from vlmtrain.models.family import read_spec
 
 TOKEN = 28 * 28
@@ -77,6 +77,13 @@ def test_videos_whose_frames_share_the_bounds(pack: int) -> None:
         assert t * h * w // 4 <= pack // 2, (seconds, t, h, w)
 
 
+def test_an_odd_number_of_frames_fits() -> None:
+    """The last of three is repeated: two slices."""
+    three = replace(VIDEOS, num_frames=3).within(1024, frames=True, pixels=True)
+    (t, h, w), *_ = three.layout(CLIP, MediaInfo(1920, 1080, 300, 30.0))
+    assert t == 2 and t * h * w // 4 <= 1024
+
+
 @pytest.mark.parametrize("kind", [VideoSettings, TimedVideoSettings])
 def test_lists_of_frames_fit_a_pack(kind: type[VideoSettings]) -> None:
     """All frames are used, or evenly max_frames of them, with their times."""
@@ -115,6 +122,8 @@ def test_what_the_run_sets() -> None:
     assert one.min_pixels == one.max_pixels == 20000 * TOKEN
     _, half = limited(RELEASED, VIDEOS, MediaSection(video_max_pixels=256 * TOKEN), 8192)
     assert (half.max_frames, half.images.max_pixels) == (2 * 4096 // 256, 256 * TOKEN)
+    least = ImageSettings(min_pixels=64 * TOKEN)
+    assert least.lowered(8 * TOKEN).grid(224, 224) == (1, 16, 16)  # 64 tokens as they are
     with pytest.raises(DataError, match="--media.min_pixels 9 is above --media.max_pixels 8"):
         limited(RELEASED, VIDEOS, MediaSection(max_pixels=8, min_pixels=9), None)
 
@@ -154,7 +163,9 @@ def test_settings_go_with_the_model(files: str, tmp_path: Path) -> None:
         assert theirs.size == {"shortest_edge": 4 * TOKEN, "longest_edge": 10 * TOKEN}
 
 
-@pytest.mark.parametrize("given", [{}, {"fps": 3.0}, {"num_frames": 6}])
+@pytest.mark.parametrize(
+    "given", [{}, {"fps": 3.0}, {"num_frames": 6}, {"fps": 3.0, "num_frames": 6}]
+)
 @pytest.mark.parametrize("set_fps", [None, 2.0, 4.0])
 def test_transformers_takes_the_frames_of_the_run(
     given: dict[str, Any], set_fps: float | None, tmp_path: Path, rng: np.random.Generator
@@ -240,6 +251,26 @@ def test_text_is_cut_off(long_samples: Path, processor: Processor, spec: ModelSp
         with pytest.raises(DataError, match=said) as caught:
             scan_sources([long_samples], processor, spec, 64, too_long="truncate", skip_limit=9)
         assert caught.value.kind == "too_long"  # and so no bad sample
+
+
+def test_text_is_cut_off_up_to_the_last_token_that_must_stay(processor: Processor) -> None:
+    """That of an image, and the first that is learnt."""
+    text = (Turn("user", "q"), Turn("assistant", "one two"))
+    picture = (*text, Turn("user", "<image>r"), Turn("assistant", "three"))
+    sample = Sample("t", picture, (Media("image", "a.png", ()),), "c.json")
+    layouts = [MediaLayout((1, 4, 4), 0.0)]
+    last = int(np.flatnonzero(processor.encode(sample, layouts).visual_mask)[-1])
+    with pytest.raises(DataError, match=f"cannot be cut off after {last} tokens") as caught:
+        processor.encode(sample, layouts, max_length=last)
+    assert caught.value.kind == "too_long"
+    assert len(processor.encode(sample, layouts, max_length=last + 1).input_ids) == last + 1
+
+    sample = Sample("t", text, (), "c.json")
+    first = int(np.flatnonzero(processor.encode(sample, []).labels != -100)[0]) + 1
+    with pytest.raises(DataError, match=f"the first {first} leave nothing to learn") as caught:
+        processor.encode(sample, [], max_length=first)
+    assert caught.value.kind == "too_long"
+    assert processor.encode(sample, [], max_length=first + 1).target_tokens == 1
 
 
 def test_long_lists_of_frames(tmp_path: Path, model_folder: Path, spec: ModelSpec) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.step_plans import make_index
 from tests.data.helpers import conversation, open_loader, write_json
 from tests.released import released_spec
 from vlmtrain.core.config import LoaderSection
@@ -19,6 +20,7 @@ from vlmtrain.data.index import scan_data
 from vlmtrain.data.packing import plan as packing
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import POLICIES, Policy, deal, epoch_entries, plan_epoch
+from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.flops import Work, count
 from vlmtrain.plan.workload import typical
@@ -178,6 +180,7 @@ def test_weights_over_epochs() -> None:
     assert total.tolist() == [1] * 8 + [10] * 6 + [4] * 3
     pair = np.bincount(np.concatenate(seen[:2]), minlength=17)
     assert set(pair[8:14].tolist()) == {5}
+    assert len(epoch_entries(np.zeros(100), [0.29], 0, 0, "h")) == 29  # 0.29 * 100 is below
     again = [epoch_entries(source, weights, 1, epoch, "h") for epoch in range(4)]
     assert all(np.array_equal(a, b) for a, b in zip(seen, again, strict=True))
     assert epoch_entries(source, [1, 1, 1], 1, 3, "h").tolist() == list(range(17))
@@ -227,3 +230,11 @@ def test_a_step_of_small_weights_is_counted_as_it_is(
         step = np.concatenate([pack for packs in loader.next.dealt for pack in packs])
         assert len(step) == held == len(set(step.tolist())) and not lines
         assert loader.samples_per_step == held
+
+
+def test_the_steps_of_a_fraction_of_an_epoch() -> None:
+    """0.07 * 100 is a little above 7."""
+    spec, options = released_spec("qwen2_5_vl-7b"), {"pack_length": 8192, "seed": 0, "ranks": 1}
+    sampler = Sampler(make_index(100), spec, "none", global_batch=1, **options)
+    assert len(sampler.epoch_plan(0)) == 100
+    assert sampler.steps_for_epochs(0.07, Position()) == 7

@@ -64,14 +64,14 @@ def test_stats_by_hand(tmp_path: Path, model_folder: Path) -> None:
 
 
 def test_samples_longer_than_a_pack_are_counted(tmp_path: Path, model_folder: Path) -> None:
-    records = [conversation("word " * n, "r") for n in (5, 10, 100)]
+    records = [conversation("word " * n, "r") for n in (100, 5, 10)]
     source = write_json(tmp_path / "c.json", records)
     lengths = stats([source], model_folder).text_tokens
-    actual = stats([source], model_folder, pack_length=int(lengths[1]))
+    actual = stats([source], model_folder, pack_length=int(lengths[2]))
     assert (actual.too_long, actual.packs) == (1, 2)
     assert actual.text_tokens.tolist() == lengths.tolist()
-    assert actual.fill == (lengths[0] + lengths[1]) / (2 * lengths[1])
-    assert f"1 samples are longer than a pack of {lengths[1]} tokens" in render_stats(actual)
+    assert actual.fill == (lengths[1] + lengths[2]) / (2 * lengths[2])
+    assert f"1 samples are longer than a pack of {lengths[2]} tokens" in render_stats(actual)
     none = stats([source], model_folder, pack_length=1)
     assert (none.too_long, none.packs, none.fill) == (3, 0, 0)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
@@ -337,3 +338,15 @@ def test_a_system_prompt_that_can_not_be_given(
     path.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
     with pytest.raises(DataError, match="--loader.system: the chat template writes no system"):
         Processor.from_folder(model_folder, spec, template=path, system="Be brief.")
+
+
+def test_another_vocabulary_is_another_fingerprint(
+    processor: Processor, model_folder: Path, spec: ModelSpec, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "copy"))
+    assert Processor.from_folder(folder, spec).fingerprint() == processor.fingerprint()
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    assert tokenizer.add_tokens(["cupboard"]) == 1
+    tokenizer.save(path)
+    assert Processor.from_folder(folder, spec).fingerprint() != processor.fingerprint()

@@ -123,6 +123,34 @@ def test_the_limit(index: SampleIndex, processor: Processor, spec: ModelSpec) ->
         epoch_of(loader)
 
 
+def test_a_sample_of_another_length_than_was_scanned(
+    index: SampleIndex, processor: Processor, spec: ModelSpec
+) -> None:
+    index.lengths[1] += 1
+    with (
+        loader_of(index, processor, spec) as loader,
+        pytest.raises(DataError, match="sample 'b': it has changed since it was scanned"),
+    ):
+        epoch_of(loader)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_step_that_is_built_ahead_is_not_counted(
+    prefetch: bool, index: SampleIndex, processor: Processor, spec: ModelSpec
+) -> None:
+    (Path(index.sources[0].path).parent / "p1.jpg").unlink()  # of c
+    said: list[str] = []
+    options: dict[str, Any] = {"prefetch": prefetch, "unreadable": "skip", "log": said.append}
+    with loader_of(index, processor, spec, **options) as loader:
+        while "c" not in loader.ids(loader.next)[0]:
+            loader.next_step()
+        (ahead,) = loader.build(loader.next)
+        assert (loader.skipped, said) == (0, [])
+        (made,) = loader.next_step()
+        assert (loader.skipped, len(said)) == (1, 1)
+        assert torch.equal(ahead.labels, made.labels) and "c" in made.sample_ids
+
+
 def test_isolated_decoders_give_the_same_pixels(
     index: SampleIndex, processor: Processor, spec: ModelSpec
 ) -> None:

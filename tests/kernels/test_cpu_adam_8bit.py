@@ -252,6 +252,11 @@ def test_a_square_that_no_moment_holds_is_skipped(make: Callable[..., Any]) -> N
     for scale in (1.0, -1.0):
         optimizer.step(grad_scale=scale)
     assert optimizer.skipped_steps == 2 and param.isfinite().all()
+    for largest, scale in ((2.0**63, 4.0), (2.0**65, 2.0**-10)):  # what counts is their product
+        param.grad[7] = largest
+        optimizer.step(grad_scale=scale)
+        assert optimizer.skipped_steps == 3 and param.isfinite().all()
+    assert float(optimizer.state[param]["step"]) == 1
 
 
 def test_convergence() -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.kernels.numeric import assert_bitwise
+from tests.optim.test_hybrid import FMA
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, host_step, multi_tensor
 
 BOTH = pytest.mark.parametrize("make", [CPUAdam, HybridDeviceOptimizer])
@@ -434,3 +435,37 @@ def test_one_thread_of_several_cores_is_warned_of(
         warnings.simplefilter("always")
         host_step._warn_of_one_thread.__wrapped__()
     assert [("OMP_NUM_THREADS=8" in str(one.message)) for one in caught] == [True] * warns
+
+
+@pytest.mark.skipif(not FMA, reason="torch's bits need FMA instructions")
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_grad_scale_is_torchs_step_with_scaled_gradients(fraction: float) -> None:
+    params = [nn.Parameter(torch.randn(n)) for n in (300, 40, 7)]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    ours = HybridDeviceOptimizer(params, lr=0.1, weight_decay=0.1, offload_fraction=fraction)
+    theirs = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.1, fused=True)
+    for _ in range(3):
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = torch.randn_like(param)
+            twin.grad = param.grad * 0.25
+        ours.step(grad_scale=0.25)
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        assert_bitwise("weights", param.detach(), twin.detach())
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert_bitwise(key, ours.state[param][key], theirs.state[twin][key])
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.1])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_the_norm_is_of_scaled_gradients(fraction: float, scale: float) -> None:
+    """About 0.17, which is not clipped, and 1.7."""
+    param = weight()
+    optimizer = HybridDeviceOptimizer([param], max_norm=0.3, offload_fraction=fraction)
+    grad = param.grad.double()
+    optimizer.step(grad_scale=scale)
+    norm = scale * float(grad.norm())
+    assert optimizer.last_grad_norm == pytest.approx(norm, rel=1e-5)
+    expected = (1 - 0.9) * grad * scale * min(0.3 / norm, 1.0)
+    first = optimizer.state[param]["exp_avg"].double()
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-12)

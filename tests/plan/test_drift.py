@@ -141,10 +141,14 @@ def test_nothing_is_planned_for_an_unknown_gpu(
     run = monitor(tmp_path, None)
     assert run.facts()["plan"] is None
     for step in range(1, 20):
-        work = Work(8000, 10**7, 8000, 10**7, 10**6)
-        more = run.step(step, result(work), 1.0, {"waterfall": parts(1.0)})
-    assert more["predicted_seconds"] == pytest.approx(1.0)
-    assert "planned" not in capsys.readouterr().out
+        work, spent = Work(8000, 10**7, 8000, 10**7, 10**6), 10.0 * (step % 3 == 0)
+        row = parts(1.0 + spent, evaluation=spent)  # which is no work on the step
+        more = run.step(step, result(work), 1.0 + spent, {"waterfall": row})
+        if more:
+            assert more["predicted_seconds"] == pytest.approx(1.0 + spent)
+    assert more
+    printed = capsys.readouterr().out
+    assert "planned" not in printed and "fitted" not in printed
 
 
 def test_drift_is_reported_once_each_way(

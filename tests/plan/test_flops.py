@@ -183,6 +183,13 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     for part, modules in parts.items():
         assert counts[part] == sum(p.numel() for m in modules for p in m.parameters()), part
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+    idle = sum(
+        p.numel() // len(p) * (len(p) - spec.num_experts_per_tok)
+        for name, p in model.named_parameters()
+        if ".experts." in name
+    )
+    assert (idle > 0) == (spec.num_experts > 0)
+    assert flops.active_parameters(spec) == sum(counts.values()) - idle
 
 
 def test_figures_of_the_cost_model() -> None:

@@ -20,12 +20,13 @@ from typing import Any
 
 from vlmtrain import cli
 from vlmtrain.data import builder, index, loader
-from vlmtrain.training import agreement, engine
+from vlmtrain.plan.peak import PeakModel
+from vlmtrain.training import agreement, engine, memory_plan
 
 
 def plant(fault: str, case: dict[str, Any]) -> None:
     steps, slow = 0, False
-    peaks: dict[str, list[int]] = {"rehearsal": [], "steps": []}
+    peaks: dict[str, list[Any]] = {"rehearsal": [], "steps": []}
     original, build = engine.Engine.step, loader.PackedLoader._build
     load = index.SampleIndex.load
 
@@ -75,7 +76,17 @@ def plant(fault: str, case: dict[str, Any]) -> None:
             path.write_text(json.dumps(peaks))
             return result
 
-        engine.Engine.step = measured
+        rehearse = memory_plan.rehearse
+
+        def planned(config, of_run, packs, loads, before, factor):
+            from megatron.core import parallel_state
+
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            model = PeakModel(config, of_run.spec, of_run.layout, stage, cuda=False)
+            peaks["states"] = [before, model.states()]
+            return rehearse(config, of_run, packs, loads, before, factor)
+
+        engine.Engine.step, memory_plan.rehearse = measured, planned
     if fault == "slow disk":
         loader.PackedLoader._build = third
         index.SampleIndex.load = waiting

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +132,14 @@ def test_a_damaged_gpu_file_ends_no_run(
     assert f"{file} can't be written: No space left on device; the run goes on" in printed
     assert "3.00 times the planned memory\n" in printed and file.read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_the_smallest_rank_has_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plan(tmp_path, 4e9 + BEFORE, "auto")
+
+    def of_two(values: list[Any], own: Any) -> None:
+        """The first rank has twice as much."""
+        values[:] = [own, own] if isinstance(own, str) else [2 * own, own]
+
+    monkeypatch.setattr(dist, "all_gather_object", of_two)
+    assert one._room() == 4e9

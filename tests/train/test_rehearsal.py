@@ -81,17 +81,20 @@ def done(model, tmp_path_factory) -> Path:
 def check_peaks(folder: Path, layout: str, ways: Sequence[str] = ("yes", "no")) -> None:
     """What torch has allocated at the rehearsal's peak, beside all steps of runs with and without.
     heap.c's figures: a GPU's, without the packs that are decoded ahead into the host's memory."""
+    states = []  # with what was in use before
     for rank in range(2):
         runs = [
             json.loads((folder / f"{layout}-{name}.peaks.{rank}.json").read_text()) for name in ways
         ]
         rehearsed = max(runs[0]["rehearsal"])
+        states.append(sum(runs[0]["states"]))
         print(layout, rank, runs)
         for one in runs:
             assert len(one["steps"]) == STEPS
             assert max(one["steps"]) == pytest.approx(rehearsed, rel=0.03)
     facts = json.loads((folder / f"{layout}-yes" / "run.json").read_text())
     assert [peak["rank"] for peak in facts["rehearsal"]] == [0, 1]
+    assert [peak["states"] for peak in facts["rehearsal"]] == states
     for peak in facts["rehearsal"]:
         assert 0 < peak["measured"] < peak["capacity"] and peak["samples"]
     off = [(p["measured"] - p["states"]) / (p["planned"] - p["states"]) for p in facts["rehearsal"]]
