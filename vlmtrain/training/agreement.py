@@ -9,7 +9,6 @@ After that each step's packs and deal are compared in the loader's all-reduce of
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 import zlib
