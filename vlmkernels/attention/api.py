@@ -26,13 +26,7 @@ from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 
 from vlmkernels._native import _C, DTYPES, check_tensor, check_tensors, is_whole
-from vlmkernels.attention.launch import (
-    check_varlen,
-    check_vision,
-    qkv_op,
-    varlen_op,
-    vision_op,
-)
+from vlmkernels.attention.launch import check_varlen, check_vision, qkv_op, varlen_op, vision_op
 from vlmkernels.attention.select import flash_attn, keeping, machine_of, select
 from vlmkernels.layout import VisionLayout
 from vlmkernels.rotary import rotate

@@ -69,11 +69,11 @@ def run(config: TrainConfig, process: Process) -> None:
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
     connect(process, backend.process_group, config.train.timeout)
-    # By all together: what one machine alone refuses would leave the others waiting for its ranks.
-    spec, layout = on_every_rank(lambda: check(config, process.world_size))
-    check_program(config, spec)
     lock = FolderLock(config.output)
     try:
+        # Together: what one machine alone refuses would leave the others waiting for its ranks.
+        spec, layout = on_every_rank(lambda: check(config, process.world_size))
+        check_program(config, spec)
         trainer = Trainer(config, spec, layout, backend, lock)
         trainer.finish(trainer.loop())
     finally:
