@@ -24,6 +24,7 @@ from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan.hardware import find_gpu
 from vlmtrain.plan.heaviest import fullest
+from vlmtrain.plan.peak import PeakModel
 from vlmtrain.telemetry.drift import write_gpu
 from vlmtrain.training.memory_plan import MemoryPlan
 from vlmtrain.training.rehearsal import RankPeak, check_fits
@@ -143,3 +144,23 @@ def test_the_smallest_rank_has_the_room(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(dist, "all_gather_object", of_two)
     assert one._room() == 4e9
+
+
+def test_the_rehearsal_adds_what_a_schedule_brings_back(tmp_path: Path) -> None:
+    """It measures with the share of its step; the least share comes later."""
+    one = plan(tmp_path, 1e12, "refuse")
+    one.backend = replace(one.backend, device=torch.device("cuda"))
+
+    def states(share: float) -> float:
+        section = OptimizerSection(offload_fraction=share)
+        config = replace(one.config, optimizer=section)
+        return PeakModel(config, SPEC, one.layout, 0, cuda=True).states()
+
+    optimizer = states(0.0) - states(1.0)
+    section = OptimizerSection(offload_fraction=1.0, offload_schedule=("500:0.25", "800:0.5"))
+    one.config = replace(one.config, optimizer=section)
+    assert optimizer > 0 and one._comes_back() == [pytest.approx(0.75 * optimizer)]
+    one.position = Position(step=499)
+    now = one._now().optimizer
+    assert (now.offload_fraction, now.offload_schedule) == (0.25, ())
+    assert one._comes_back() == [0.0]
