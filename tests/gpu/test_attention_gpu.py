@@ -233,8 +233,8 @@ def test_vision_accuracy(order, dim, dtype):
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 def test_sums_of_long_rows_do_not_drift(kernel):
-    """Where the largest score comes first, 1,024 blocks of keys leave it: a correction that is 1 by
-    2e-6 only would change the sum by 1e-3."""
+    """Where the largest score comes first, 1,024 blocks of keys leave it: corrections off 1 by 2e-6
+    would change the sum by 2e-3."""
     tokens, dim = 1 << 16, 80
     if obstacle(kernel, machine_of(torch.device("cuda", 0)), torch.bfloat16, dim, tokens):
         pytest.skip(f"{kernel} does not run on this GPU")
