@@ -297,10 +297,14 @@ def test_no_second_derivative_is_left_out(op: str, of: str) -> None:
 
 
 def test_a_residual_in_part_of_xs_memory_is_refused() -> None:
-    rows, weight = torch.randn(5, 8), torch.ones(8)
-    for x, residual in ((rows[1:], rows[:-1]), (rows[:-1], rows[1:])):
-        with pytest.raises(ValueError, match="residual lies in the memory of x, which is written"):
-            add_rms_norm_(x, residual, weight, 1e-6)
+    rows, weight = torch.randn(8, 8), torch.ones(8)
+    for apart in range(1, 4):
+        for x, residual in ((rows[apart:][:4], rows[:4]), (rows[:4], rows[apart:][:4])):
+            with pytest.raises(ValueError, match="residual lies in the memory of x, which is writ"):
+                add_rms_norm_(x, residual, weight, 1e-6)
+    for x, residual in ((rows[:4], rows[4:]), (rows[4:], rows[:4])):  # side by side
+        want = x + residual
+        torch.testing.assert_close(add_rms_norm_(x, residual, weight, 1e-6)[0], want)
     want = 2 * rows
     torch.testing.assert_close(add_rms_norm_(rows, rows, weight, 1e-6)[0], want)  # all of it
     both = torch.stack([rows, want])
