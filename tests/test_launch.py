@@ -18,7 +18,8 @@ import torch
 
 from tests.ranks import ROOT, free_port
 from vlmtrain import cli
-from vlmtrain.core import launch
+from vlmtrain.core import device, launch
+from vlmtrain.core.errors import UserError
 from vlmtrain.demo import command, photographs, tiny_model
 
 LAUNCH = ROOT / "examples" / "launch"
@@ -273,6 +274,35 @@ def test_a_rank_that_is_none(rank: str, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     with pytest.raises(launch.LaunchError, match=f"RANK is {rank} and WORLD_SIZE 2; ranks count"):
         launch.joined()
+
+
+@pytest.mark.parametrize(
+    "local, used", [(None, "LOCAL_RANK, by which"), ("1", 1), ("2", "is 2 and")]
+)
+def test_a_rank_takes_a_gpu_of_its_own(
+    local: str | None, used: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that it sees; of one it takes that one, as a launcher may show each rank another."""
+    chosen: list[int] = []
+    device.setup()  # what Megatron needs without CUDA
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    monkeypatch.setenv("LOCAL_RANK", "")  # restored, as `joined` sets it
+    monkeypatch.delenv("LOCAL_RANK")
+    settings = dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    for name, value in (settings | ({} if local is None else {"LOCAL_RANK": local})).items():
+        monkeypatch.setenv(name, value)
+    process = launch.joined()
+    assert process is not None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert device.setup(process.local_rank).device == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if isinstance(used, int):
+        assert device.setup(process.local_rank).device == torch.device("cuda", used)
+    else:
+        with pytest.raises(UserError, match=used):
+            device.setup(process.local_rank)
 
 
 def connect_first(port: int, change: str = "", **environment: str) -> str:

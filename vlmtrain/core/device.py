@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from vlmtrain.core.errors import UserError
 from vlmtrain.cpu import gloo, shim
 
 
@@ -76,10 +77,29 @@ def model_code() -> AbstractContextManager[object]:
     return shim.without_shim()
 
 
-def setup(local_rank: int = 0) -> Backend:
-    """Choose the backend of this process; install what stands in for CUDA where there is none."""
+def setup(local_rank: int | None = 0) -> Backend:
+    """Choose the backend of this process; install what stands in for CUDA where there is none.
+
+    Args:
+        local_rank: of this process among those of its machine, by which it chooses a GPU where it
+            sees several. None: its launcher doesn't say.
+
+    Raises:
+        UserError: which GPU is meant isn't known, or there is none left.
+    """
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        if count > 1 and local_rank is None:
+            raise UserError(
+                f"the launcher doesn't set LOCAL_RANK, by which a rank chooses one of the {count} "
+                "GPUs of this machine; set it, or show each rank one GPU by CUDA_VISIBLE_DEVICES"
+            )
+        if 1 < count <= (local_rank or 0):
+            raise UserError(
+                f"LOCAL_RANK is {local_rank} and this rank sees {count} GPUs; start no more ranks "
+                "on a machine than it has GPUs"
+            )
+        torch.cuda.set_device((local_rank or 0) % count)  # each may see another one alone
         backend = Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
     else:
         shim.install()

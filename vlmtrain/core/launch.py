@@ -48,7 +48,7 @@ class Process:
 
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None  # None: the launcher doesn't say
 
 
 def joined() -> Process | None:
@@ -69,7 +69,9 @@ def joined() -> Process | None:
     else:
         return None
     try:
-        process = Process(int(env[rank]), int(env[world]), int(env.get(local, "0")))
+        size = int(env[world])
+        here = int(env[local]) if local in env else 0 if size == 1 else None
+        process = Process(int(env[rank]), size, here)
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"the launcher set {rank} but not usable {world} and {local} ({error})"
@@ -89,7 +91,7 @@ def joined() -> Process | None:
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise LaunchError(f"MASTER_PORT is {port!r}; it must be a port's number")
     env["RANK"], env["WORLD_SIZE"] = str(process.rank), str(process.world_size)
-    env["LOCAL_RANK"] = str(process.local_rank)
+    env["LOCAL_RANK"] = str(process.local_rank or 0)
     return process
 
 
