@@ -6,6 +6,7 @@ hand, so that they are an independent reference.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ class Sample:
     labels: torch.Tensor  # [S], shifted
     position_ids: torch.Tensor  # [3, S]
     media: list[tuple[str, tuple[int, int, int], torch.Tensor]] = field(default_factory=list)
+    loss_weights: torch.Tensor | None = None  # [S], float32
 
 
 def make_sample(parts: list[Any], generator: torch.Generator, learn: int) -> Sample:
@@ -188,8 +190,14 @@ def make_stream(stream: str, seed: int, step: int) -> list[list[Sample]]:
 
     mixed: `make_samples`, the packs turned by one place a step, so that the one without images is
     first, in the middle and last, on this data-parallel rank or on another; the third step has one
-    small image in all, so that ranks remain without. image: images in each pack. text: none.
+    small image in all, so that ranks remain without. weighted: the same, and each token's loss has
+    a factor. image: images in each pack. text: none.
     """
+    if stream == "weighted":
+        packs = make_stream("mixed", seed, step)
+        for sample in itertools.chain.from_iterable(packs):
+            sample.loss_weights = 0.5 + torch.arange(len(sample.labels)) % 7 * 0.3
+        return packs
     packs = make_samples(seed + step)
     g = torch.Generator().manual_seed(seed + step + 1000)
     text = [[make_sample([n], g, learn=n // 2) for n in row] for row in TEXT_LENGTHS]
@@ -235,7 +243,13 @@ def pack(samples: list[Sample], length: int) -> PackedBatch:
         target_tokens=int((labels >= 0).sum()),
         image_tokens=int(visual.sum()),
         pad_tokens=tail,
+        loss_weights=_weights(samples, tail),
     )
+
+
+def _weights(samples: list[Sample], tail: int) -> torch.Tensor | None:
+    weights = [s.loss_weights for s in samples if s.loss_weights is not None]
+    return torch.cat([*weights, torch.ones(tail)]) if weights else None
 
 
 def without_pixels(batch: PackedBatch, kept: tuple[bool, ...] | None = None) -> PackedBatch:
@@ -276,16 +290,18 @@ def reference_outputs(model: Any, sample: Sample) -> Any:
 
 
 def reference_loss(model: Any, packs: list[list[Sample]], heldout: bool = False) -> torch.Tensor:
-    """Mean over the target tokens of all packs: of the cross entropy, and unless `heldout` of the
-    load-balancing loss that transformers adds to that of a batch with a pack's samples."""
+    """Mean over the target tokens of all packs: of the cross entropy, times a token's weight, and
+    unless `heldout` of the load-balancing loss that transformers adds to that of a batch with a
+    pack's samples."""
     total, count = torch.zeros(()), 0
     for samples in packs:
         targets = sum(int((s.labels >= 0).sum()) for s in samples)
         outputs = [reference_outputs(model, s) for s in samples]
         for out, s in zip(outputs, samples, strict=True):
-            total = total + torch.nn.functional.cross_entropy(
-                out.logits[0].float(), s.labels, reduction="sum", ignore_index=-100
+            loss = torch.nn.functional.cross_entropy(
+                out.logits[0].float(), s.labels, reduction="none", ignore_index=-100
             )
+            total = total + (loss if s.loss_weights is None else loss * s.loss_weights).sum()
         if getattr(outputs[0], "router_logits", None) and not heldout:
             total = total + targets * reference_balance(model, outputs)
         count += targets
