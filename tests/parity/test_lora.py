@@ -11,11 +11,14 @@ from tests.parity.test_parity import from_disk
 
 STEPS = 3
 QWEN3_VL = ("qkv", "proj", "linear_fc1", "linear_fc2", "q_proj", "v_proj", "up_proj")
-# family, layout, LoRA options
+# family, layout (with overlap, recompute), LoRA options
 CASES = {
     1: [
         ("qwen2_5_vl", {}, dict(vision=True)),
         ("qwen2_vl", {}, dict(targets=("q_proj", "v_proj"))),
+        # the first layer's input needs no gradient, its adapters' recomputation does
+        ("qwen2_5_vl", dict(recompute=dict(language="selective")), dict(targets=("down_proj",))),
+        ("qwen2_5_vl", dict(recompute=dict(language="full")), dict(targets=("down_proj",))),
     ],
     2: [
         ("qwen2_5_vl", dict(tensor=2, sequence=True), dict(vision=True)),
@@ -45,6 +48,16 @@ DROPOUT = [
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def check_start(factors):
+    """As peft draws them: A uniform up to 1 / sqrt(inputs) on either side, each its own; B 0."""
+    a = [p for name, p in factors.items() if ".lora_A." in name]
+    assert not any(p.any() for name, p in factors.items() if ".lora_A." not in name)
+    assert 0 < 2 * len(a) == len(factors) == len({tuple(p.flatten().tolist()) for p in a}) * 2
+    drawn = torch.cat([p.flatten() * p.shape[1] ** 0.5 for p in a])
+    assert 0.99 < drawn.abs().max() <= 1 + 1e-6
+    assert drawn.std() == pytest.approx(3**-0.5, rel=0.05) and abs(drawn.mean()) < 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_same_as_peft(size, tmp_path):
@@ -61,6 +74,7 @@ def test_same_as_peft(size, tmp_path):
                 model=folder / "hf",
                 seed=SEED,
                 overlap=layout.pop("overlap", {}),
+                recompute=layout.pop("recompute", {}),
                 layout=layout,
                 steps=STEPS,
                 lora=lora,
@@ -76,6 +90,7 @@ def test_same_as_peft(size, tmp_path):
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         assert trainable
         before = {n: p.detach().clone() for n, p in trainable.items()}
+        check_start(before)
         steps = [ref.make_stream("mixed", SEED, i) for i in range(STEPS)]
         losses = ref.reference_training(model, steps)
         assert result["losses"] == pytest.approx(losses, rel=1e-5), where
