@@ -73,7 +73,7 @@ def mm(
     """
     if add and (out is None or bias is not None):
         raise ValueError("add needs out, and no bias: what is added is what out holds")
-    if _fits(a, b) and _takes(out, a, b, add) and (bias is None or _adds(bias, b)):
+    if _fits(a, b) and _takes(out, a, b, add) and (bias is None or _adds(bias, b, out)):
         return product(a, b, bias=bias, out=out, add=add)
     if out is not None and add:
         if out.dtype == a.dtype:
@@ -224,5 +224,6 @@ def _end(x: Tensor) -> int:
     return x.data_ptr() + ((rows - 1) * row + (columns - 1) * column + 1) * x.itemsize
 
 
-def _adds(bias: Tensor, b: Tensor) -> bool:
-    return _on_cpu(bias, b.dtype) and bias.shape == (b.shape[1],) and bias.is_contiguous()
+def _adds(bias: Tensor, b: Tensor, out: Tensor | None) -> bool:
+    fits = _on_cpu(bias, b.dtype) and bias.shape == (b.shape[1],) and bias.is_contiguous()
+    return fits and (out is None or not _overlap(bias[None], out))

@@ -55,6 +55,16 @@ def check(kind: str, shards: list[Any], share: float, group: dist.ProcessGroup |
     if local.requires_grad:
         assert local.grad is not None
         assert_bitwise("gradient of own rows", local.grad, total[owner == rank])
+    # A gradient with strides of 0 counts how often each row has been taken.
+    exchange_rows(local, plan, group).sum().backward()
+    if local.requires_grad:
+        taken = torch.zeros(len(visual))
+        for shard in shards:
+            part, parts = shard or (0, 1)
+            here = index.chunk(parts)[part] if shard and len(index) else index[:0]
+            taken.index_add_(0, here[here >= 0].long(), torch.ones(int((here >= 0).sum())))
+        want = total[owner == rank] + taken[owner == rank, None].bfloat16()
+        assert_bitwise("gradient of a sum", local.grad, want)
 
 
 def counts(index: torch.Tensor, owner: torch.Tensor, shards: list[Any], rank: int) -> list[int]:

@@ -120,6 +120,29 @@ def test_bad_input() -> None:
         add_visual_(x, visual, index).sum().backward()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_compiled_parts_of_a_sequence(rank: int) -> None:
+    """Values and gradients as of eager code."""
+    for positions in (12, 20):
+        _, _, visual, index = make(positions, 8, torch.bfloat16)
+        hidden, dout = torch.randn(2, positions // 2, 8).bfloat16()
+        results: list[list[Tensor]] = []
+        for compiled in (False, True):
+            torch.compiler.reset()
+
+            def add(h: Tensor, v: Tensor, i: Tensor) -> Tensor:
+                return add_visual_(h * 2, v, i, shard=(rank, 2))
+
+            call = torch.compile(add, fullgraph=True, backend="aot_eager") if compiled else add
+            leaves = [hidden.clone().requires_grad_(), visual.clone().requires_grad_()]
+            out = call(*leaves, index)
+            out.backward(dout)
+            results.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+        assert len(results[0]) == 3
+        for eager, of_compiler in zip(*results, strict=True):
+            assert_bitwise("compiled", of_compiler, eager)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_and_opcheck(dynamic: bool) -> None:
     compiled = torch.compile(

@@ -139,6 +139,25 @@ def test_gradients_of_a_sum_and_its_norm_are_added(used: str) -> None:
         assert_accurate("gradient", got, peer, want)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_bias_of_a_sum_alone_learns_once(learns: bool) -> None:
+    """Where the norm has no gradient: in main_grad, or as a dense one."""
+    x, residual, upstream = torch.randn(3, 37, 200)
+    for kind in ("main_grad", "dense"):
+        bias = torch.randn(200).requires_grad_()
+        before = torch.randn(200)
+        bias.main_grad = before.clone()  # type: ignore[attr-defined]
+        total, _ = add_rms_norm_(
+            x.clone().requires_grad_(learns) * 1, residual, torch.ones(200), 1e-6, bias=bias,
+            bias_grad=kind,  # type: ignore[arg-type]
+        )  # fmt: skip
+        total.backward(upstream)
+        got = bias.main_grad - before if kind == "main_grad" else bias.grad  # type: ignore[attr-defined]
+        torch.testing.assert_close(got, upstream.sum(0), rtol=1e-5, atol=1e-5)
+        other = bias.grad if kind == "main_grad" else (bias.main_grad - before).any() or None  # type: ignore[attr-defined]
+        assert other is None
+
+
 def norm_into(x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x, weight, 1e-6, weight_grad="main_grad")
 

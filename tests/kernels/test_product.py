@@ -373,6 +373,11 @@ def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
     left, out = memory[: 400 * 400].view(400, 400), memory[399 * 400 : 799 * 400].view(400, 400)
     for x, y in ((left, square), (square, left)):  # out's first row is the last of a, of b
         product.mm(x, y, out=out)
+    out = torch.randn(400, 310)
+    want = a.detach() @ b + out[200]
+    close(product.mm(a.detach(), b, bias=out[200], out=out), want)
+    with pytest.raises(RuntimeError, match="out=... arguments"):
+        product.mm(a.detach(), b, out=torch.nn.Parameter(torch.empty(400, 310)))
     with pytest.raises(ValueError, match="add needs out, and no bias"):
         product.mm(a.detach(), b, add=True)
     assert ours == []
