@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from tests.parity import reference as ref
-from tests.parity.matrix import FAMILIES, SEED, canonical, check_gradients, relative, run
+from tests.parity.matrix import (
+    BOTH,
+    FAMILIES,
+    SEED,
+    SMALL_BUCKETS,
+    canonical,
+    check_gradients,
+    relative,
+    run,
+)
 
 
 def from_disk(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -158,3 +167,30 @@ def test_hf_to_megatron_to_hf_is_bitwise(layout, tmp_path):
             assert torch.equal(tensor, after[name]), name
         _, report = from_disk(case["save"])
         assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+@pytest.mark.slow
+def test_weights_are_saved_that_are_gathered_later(tmp_path):
+    """Of stages and of the tower's replica, where gathers overlap with the next step."""
+    folder = ref.save_model(ref.make_model("qwen2_5_vl", vision_heads=4, seed=SEED), tmp_path / "m")
+    cases = [
+        dict(
+            model=folder,
+            seed=SEED,
+            layout=dict(pipeline=2, multiplexed=True),
+            steps=2,
+            only_steps=True,
+            overlap=overlap,
+            bucket_size=SMALL_BUCKETS,
+            save=tmp_path / f"{len(overlap)}",
+        )
+        for overlap in ({}, BOTH)
+    ]
+    run(cases, 2, tmp_path)
+    start, plain, overlapped = (
+        dict(from_disk(place)[0].named_parameters())
+        for place in (folder, *(case["save"] for case in cases))
+    )
+    for name, want in plain.items():
+        assert not torch.equal(want, start[name]), name
+        torch.testing.assert_close(overlapped[name], want, rtol=0, atol=0.01 * ref.LR, msg=name)
