@@ -173,9 +173,9 @@ VLMK_INLINE void sigmoid(const Vec (&x)[kCount], Vec (&s)[kCount]) {
   for (int j = 0; j < kCount; ++j) s[j] = (x[j] < zero ? s[j] : one) / (one + s[j]);
 }
 
-// Fetches what lies behind n elements of T.
+// Fetches kCount vectors that lie n elements ahead.
 template <class T, int kCount>
-VLMK_INLINE void fetch_behind(const T* x, int64_t n, bool writes = false) {
+VLMK_INLINE void fetch_ahead(const T* x, int64_t n, bool writes = false) {
   constexpr int kLine = 64 / sizeof(T) / kWidth;  // vectors
 #pragma GCC unroll 4
   for (int j = 0; j < kCount; j += kLine > 1 ? kLine : 1) {
@@ -199,8 +199,8 @@ void swiglu_forward(const SwigluParams& p) {
     };
     each_group<T>(width, [&](int64_t c, auto count, int lanes) __attribute__((always_inline)) {
       constexpr int kCount = decltype(count)::value;
-      fetch_behind<T, kCount>(x + c, 2 * width);
-      fetch_behind<T, kCount>(x + width + c, 2 * width);
+      fetch_ahead<T, kCount>(x + c, 2 * width);
+      fetch_ahead<T, kCount>(x + width + c, 2 * width);
       Vec gate[kCount], up[kCount], s[kCount];
 #pragma GCC unroll 4
       for (int j = 0; j < kCount; ++j) {
@@ -236,12 +236,12 @@ void swiglu_gradient(const SwigluGradParams& p) {
     };
     each_group<T>(width, [&](int64_t c, auto count, int lanes) __attribute__((always_inline)) {
       constexpr int kCount = decltype(count)::value;
-      fetch_behind<T, kCount>(x + c, 2 * width);
-      fetch_behind<T, kCount>(x + width + c, 2 * width);
-      fetch_behind<T, kCount>(dy + c, width);
+      fetch_ahead<T, kCount>(x + c, 2 * width);
+      fetch_ahead<T, kCount>(x + width + c, 2 * width);
+      fetch_ahead<T, kCount>(dy + c, width);
       if constexpr (!kNonTemporal) {
-        fetch_behind<T, kCount>(dx + c, 2 * width, true);
-        fetch_behind<T, kCount>(dx + width + c, 2 * width, true);
+        fetch_ahead<T, kCount>(dx + c, 2 * width, true);
+        fetch_ahead<T, kCount>(dx + width + c, 2 * width, true);
       }
       Vec gate[kCount], s[kCount], ds[kCount], dgate[kCount];
 #pragma GCC unroll 4
