@@ -457,8 +457,9 @@ template <>
 constexpr float kExp2<6>[] = {
     2.1612917e-4f, 1.2467846e-3f, 9.6754516e-3f, 5.5485282e-2f, 2.4022931e-1f, 6.9314706e-1f, 1.f};
 
-// Of kCount vectors, step by step: what one waits for fills a scheduler, and the next ones wait
-// behind it where other long chains follow (SwiGLU on Zen 3: 1.2 to 1.4x of four).
+// Of kCount vectors, step by step. One by one, instructions that wait fill a core's scheduler
+// before those of the next vector enter it, where a long chain follows (SwiGLU of bf16 on Zen
+// 3: 1.2 to 1.4x by four).
 template <int kDegree, int kCount>
 VLMK_INLINE void exp2(Vec (&x)[kCount]) {
   static_assert(kDegree >= 3 && kDegree <= 6);
