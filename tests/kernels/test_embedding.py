@@ -15,14 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import (
-    _native,
-    add_visual_,
-    scatter_visual,
-    scatter_visual_,
-    visual_embedding,
-    visual_index,
-)
+from vlmkernels import _native, scatter_visual, scatter_visual_, visual_embedding, visual_index
 from vlmkernels.embedding import add, lookup
 from vlmkernels.embedding import gradients as ops_of_gradients
 from vlmkernels.embedding.lookup import visual_embedding_reference
@@ -524,41 +517,6 @@ def test_strided_inputs_are_taken_as_they_are() -> None:
         torch.stack([index, index], 1)[:, 1],
     )
     assert_bitwise("strided", got, expected)
-
-
-@pytest.mark.parametrize(
-    "op", ["visual_embedding", "scatter_visual", "scatter_visual_", "add_visual_"]
-)
-def test_gradients_of_strided_inputs(op: str) -> None:
-    """An index with a step, and a gradient with one, are what a dense one is to torch."""
-    ids, weight, visual, index = make(12, 8, torch.float32)
-    step = torch.stack([torch.full_like(index, 9), index], 1)[:, 1]
-    ids_step = torch.stack([ids, ids], 1)[:, 0]
-    upstream = torch.randn(8, 12).T
-    base = torch.randn(12, 8)
-    is_visual = (ids == IMAGE)[:, None]
-
-    def ours(table: Tensor, x: Tensor) -> Tensor:
-        if op == "visual_embedding":
-            return visual_embedding(ids_step, table, x, step)
-        scatters = (scatter_visual, scatter_visual_, add_visual_)
-        return next(f for f in scatters if f.__name__ == op)(table.clone(), x, step)
-
-    def plain(table: Tensor, x: Tensor) -> Tensor:
-        rows = x[index.clamp_min(0).long()]
-        if op == "add_visual_":
-            return table + rows.masked_fill(~is_visual, 0.0)
-        words = F.embedding(ids, table) if op == "visual_embedding" else table
-        return torch.where(is_visual, rows, words)
-
-    def gradients(of: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        table = (weight if op == "visual_embedding" else base).clone().requires_grad_()
-        x = visual.clone().requires_grad_()
-        of(table, x).backward(upstream)
-        return [table.grad, x.grad]
-
-    for name, got, want in zip(("table", "visual"), gradients(ours), gradients(plain), strict=True):
-        torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_cuda_functions_take_what_the_launchers_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ sparse gradient or one added to main_grad, in place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from tests.kernels.test_embedding import (
     make,
     today,
 )
-from vlmkernels import scatter_visual, scatter_visual_, visual_embedding, visual_index
+from vlmkernels import (
+    add_visual_,
+    scatter_visual,
+    scatter_visual_,
+    visual_embedding,
+    visual_index,
+)
 from vlmkernels.embedding import gradients as ops_of_gradients
 from vlmkernels.embedding.lookup import visual_embedding_reference
 from vlmkernels.embedding.visual_index import visual_index_reference
@@ -454,3 +461,38 @@ def test_index_names_the_sample() -> None:
         visual_index(ids, [7, 9], counts, cu_seqlens=[0, 3, 5, 6])
     with pytest.raises(ValueError, match="cu_seqlens is given with separate=True"):
         visual_index(ids, [7, 9], counts, cu_seqlens=cu, separate=True)
+
+
+@pytest.mark.parametrize(
+    "op", ["visual_embedding", "scatter_visual", "scatter_visual_", "add_visual_"]
+)
+def test_gradients_of_strided_inputs(op: str) -> None:
+    """An index with a step, and a gradient with one, are what a dense one is to torch."""
+    ids, weight, visual, index = make(12, 8, torch.float32)
+    step = torch.stack([torch.full_like(index, 9), index], 1)[:, 1]
+    ids_step = torch.stack([ids, ids], 1)[:, 0]
+    upstream = torch.randn(8, 12).T
+    base = torch.randn(12, 8)
+    is_visual = (ids == IMAGE)[:, None]
+
+    def ours(table: Tensor, x: Tensor) -> Tensor:
+        if op == "visual_embedding":
+            return visual_embedding(ids_step, table, x, step)
+        scatters = (scatter_visual, scatter_visual_, add_visual_)
+        return next(f for f in scatters if f.__name__ == op)(table.clone(), x, step)
+
+    def plain(table: Tensor, x: Tensor) -> Tensor:
+        rows = x[index.clamp_min(0).long()]
+        if op == "add_visual_":
+            return table + rows.masked_fill(~is_visual, 0.0)
+        words = F.embedding(ids, table) if op == "visual_embedding" else table
+        return torch.where(is_visual, rows, words)
+
+    def gradients(of: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        table = (weight if op == "visual_embedding" else base).clone().requires_grad_()
+        x = visual.clone().requires_grad_()
+        of(table, x).backward(upstream)
+        return [table.grad, x.grad]
+
+    for name, got, want in zip(("table", "visual"), gradients(ours), gradients(plain), strict=True):
+        torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
