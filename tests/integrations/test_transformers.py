@@ -164,6 +164,24 @@ def test_mixture_of_experts() -> None:
     check((plain, ours, exact), balanced, [sample("image")])
 
 
+@pytest.mark.parametrize("asked", ["config", "argument"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_loss_of_the_routers(side: str, asked: str) -> None:
+    """Three of eight experts a token, padding that does not count, a coefficient that shows."""
+    plain = ref.make_model("qwen3_vl_moe balanced", seed=RUN_SEED).train()
+    plain.set_attn_implementation("sdpa")
+    plain.config.text_config.router_aux_loss_coef = 20.0
+    inputs = batch([sample("image"), sample("text")], side)
+    if asked == "argument":
+        plain.config.text_config.output_router_logits = False
+        inputs["output_router_logits"] = True
+    ours = hf.enable(copy.deepcopy(plain))
+    want, got = plain(**inputs), ours(**inputs)
+    torch.testing.assert_close(got.aux_loss, want.aux_loss)
+    torch.testing.assert_close(got.loss, want.loss)
+    assert_same_step(step(ours, inputs), step(plain, inputs))
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batch(models: tuple[Any, Any, Any], side: str) -> None:
     samples = [sample(kind) for kind in ("image", "text", "image, video, image", "video")]
