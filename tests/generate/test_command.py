@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from vlmkernels.integrations.transformers.modules import Replacement
 from vlmtrain import cli
 from vlmtrain.generate import command, questions
-from vlmtrain.generate.model import Sampling
+from vlmtrain.generate.model import Answerer, Sampling
 
 LENGTH = 6
 
@@ -32,8 +33,9 @@ def generate(folder, monkeypatch, answerer):
 def said(answerer, pictures):
     """What the model says to a prompt and images."""
 
-    def ask(prompt: str, *images: str) -> str:
-        sample = questions.question(prompt, {"images": list(images)}, media_root=pictures)
+    def ask(prompt: str, *images: str, system: str = "") -> str:
+        media = {"images": list(images)}
+        sample = questions.question(prompt, media, system=system, media_root=pictures)
         return answerer.answer(sample, Sampling(LENGTH)).text
 
     return ask
@@ -47,6 +49,38 @@ def test_a_question(generate, said, pictures, capsys) -> None:
     assert f"cut off after {LENGTH} tokens" in printed.err
     assert generate("--video", str(pictures / "film"), "--prompt", "What?") == 0
     assert capsys.readouterr().out.strip()
+    assert generate("--prompt", "What?", "--system", "Be brief.") == 0
+    briefly = said("What?", system="Be brief.")
+    assert capsys.readouterr().out == briefly + "\n" != said("What?") + "\n"
+
+
+def test_options_of_the_model(folder, pictures, monkeypatch, capsys) -> None:
+    """Its type, kernels and media sizes are those that were asked for, by default the folder's."""
+    made: list[Answerer] = []
+
+    def make(path, **options):
+        made.append(Answerer(path, **options))
+        return made[-1]
+
+    monkeypatch.setattr("vlmtrain.generate.model.Answerer", make)
+    arguments = ["generate", f"--model={folder}", "--prompt=What?", "--max_new_tokens=1"]
+    asked = ["--precision=bf16", "--no_kernels", "--media.max_pixels=12544"]
+    assert cli.main(arguments) == cli.main([*arguments, *asked]) == 0
+    usual, other = made
+    assert other.model.dtype == torch.bfloat16 != usual.model.dtype
+    assert other.processor.images.max_pixels == 12544 != usual.processor.images.max_pixels
+    kernels = [any(isinstance(m, Replacement) for m in one.model.modules()) for one in made]
+    assert kernels == [True, False]
+
+
+def test_a_question_draws_by_the_seed(generate, capsys) -> None:
+    """Whatever was drawn before."""
+    printed = []
+    for before, seed in ((1, 3), (2, 3), (2, 4)):
+        torch.manual_seed(before)
+        assert generate("--prompt", "What?", "--temperature=1.5", f"--seed={seed}") == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
 
 
 def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
@@ -76,12 +110,13 @@ def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
 
 
 def test_lines_draw_for_themselves(generate, answerer, pictures, monkeypatch) -> None:
-    """However much those before them drew; the same question again is another draw."""
+    """However much those before them drew; the same question again is another draw, and so is
+    another seed."""
     rows = [{"prompt": "What?"}, {"prompt": "Which?"}, {"prompt": "Which?"}]
     source, target = pictures / "drawn.jsonl", pictures / "drawn-answers.jsonl"
     source.write_text("\n".join(json.dumps(row) for row in rows))
     answer, answers = answerer.answer, []
-    for more in (0, 3):
+    for more, seed in ((0, 0), (3, 0), (0, 1)):
 
         def draw(*arguments, more=more):
             said = answer(*arguments)
@@ -91,9 +126,9 @@ def test_lines_draw_for_themselves(generate, answerer, pictures, monkeypatch) ->
         monkeypatch.setattr(answerer, "answer", draw)
         target.unlink(missing_ok=True)
         arguments = ["--input", str(source), "--output", str(target), "--temperature=1.5"]
-        assert generate(*arguments) == 0
+        assert generate(*arguments, f"--seed={seed}") == 0
         answers.append(target.read_text(encoding="utf-8").split("\n")[:-1])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] != answers[2]
     assert json.loads(answers[0][1])["answer"] != json.loads(answers[0][2])["answer"]
 
 
@@ -137,17 +172,19 @@ def test_a_bad_line_is_named_before_anything_is_asked(
     assert not target.exists()
 
 
-def test_a_chat(answerer, folder, pictures, capsys) -> None:
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_chat(answerer, folder, pictures, capsys, system) -> None:
     """Turns build on each other; a turn at fault is told, and the chat goes on."""
     typed = f"/image {pictures / 'a.jpg'}\nWhat?\n\n/image nowhere.jpg\nThis?\nAnd now?\n"
     typed += "<image>?\nSo?\n"
-    config = command.GenerateConfig(model=folder, max_new_tokens=LENGTH)
+    config = command.GenerateConfig(model=folder, max_new_tokens=LENGTH, system=system)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vlmtrain.generate.model.Answerer", lambda path, **options: answerer)
         assert command.run(config, io.StringIO(typed)) == 0
     printed = capsys.readouterr()
     sampling = Sampling(LENGTH)
-    first = questions.question("What?", {"images": [str(pictures / "a.jpg")]})
+    media = {"images": [str(pictures / "a.jpg")]}
+    first = questions.question("What?", media, system=system)
     one = answerer.answer(first, sampling).text
     longer = questions.then(questions.answered(first, one), questions.question("And now?"))
     two = answerer.answer(longer, sampling).text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -165,8 +166,9 @@ def _batch(questions: list[Any], answerer: Any, sampling: Any, config: GenerateC
     ):
         for number, (record, sample) in enumerate(questions):
             update(number, len(questions))
-            # what a line draws does not depend on how much those before it drew
-            torch.manual_seed(((config.seed << 32) + number) % 2**64)
+            # what a line draws does not depend on how much those before it drew; of a seed, torch's
+            # generator on the CPU takes the lowest 32 bits
+            torch.manual_seed(zlib.crc32(f"{config.seed} {number}".encode()))
             answer = answerer.answer(sample, sampling)
             cut += not answer.finished
             known = {REFERENCE: record[ANSWER]} if ANSWER in record else {}
