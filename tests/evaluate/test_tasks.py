@@ -191,3 +191,17 @@ def test_names_are_no_markup(tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert "a [b]" in printed and "x[/y] mmmu [val]" in printed
     assert json.loads((tmp_path / "scores.json").read_text())["tasks"] == [row]
+
+
+def test_answers_are_those_of_this_run(file, tmp_path) -> None:
+    """Where none were asked for, an earlier run's go."""
+    results, answers = {"model": "a", "tasks": []}, tmp_path / "answers.jsonl"
+    pairs = zip(read_tasks(file(GOOD, CHOICE)), ("2019", "A"), strict=True)
+    scored = [Scored(task, answer) for task, answer in pairs]
+    for given in (scored, scored[1:]):
+        _report(tmp_path, results, given)
+        lines = answers.read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [one.to_dict() for one in given]
+    for _ in range(2):
+        _report(tmp_path, results, [])
+        assert not answers.exists() and (tmp_path / "scores.json").exists()

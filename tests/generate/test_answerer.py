@@ -250,6 +250,43 @@ def test_drawing_depends_on_the_seed_alone(answerer, pictures) -> None:
     assert cold == answerer.answer(sample, TOKENS).ids
 
 
+def test_what_tokens_are_drawn_from(answerer, monkeypatch) -> None:
+    """All of the vocabulary by the softmax at the temperature, or the likeliest that hold top_p."""
+    draw, drawn_from = torch.multinomial, []
+
+    def record(chances, **options):
+        drawn_from.append(chances)
+        return draw(chances, **options)
+
+    monkeypatch.setattr(torch, "multinomial", record)
+    logits = 2 * torch.randn(answerer.model.lm_head.weight.shape[0])
+    handle = answerer.model.lm_head.register_forward_hook(lambda m, i, out: logits.expand_as(out))
+    temperature = 0.5 + float(torch.rand(()))
+    try:
+        for top_p in (1.0, 0.6):
+            answerer.answer(question("Hi"), Sampling(1, temperature, top_p))
+    finally:
+        handle.remove()
+    whole = (logits / temperature).softmax(0)
+    likely, order = whole.sort(descending=True)
+    before = likely.double().cumsum(0) - likely
+    part = torch.zeros_like(whole).index_copy(0, order, torch.where(before < 0.6, likely, 0.0))
+    for got, want in zip(drawn_from, (whole, part / part.sum()), strict=True):
+        # logits below 32, rounded twice: their exponentials are off by 2 * 32 * 2^-24 at most
+        torch.testing.assert_close(got[0], want, rtol=1e-5, atol=0)
+
+
+def test_repetition_penalty(answerer, folder) -> None:
+    """transformers' own; below 1 it repeats, which changes what is said."""
+    sample = question("What?")
+    given = answerer.answer(sample, Sampling(12, repetition_penalty=0.5)).ids
+    options = dict(do_sample=False, max_new_tokens=12, repetition_penalty=0.5)
+    inputs = answerer.prepare(sample)
+    alone = Plain(folder).model.generate(**inputs, **options)
+    assert given == tuple(alone[0, inputs["input_ids"].shape[1] :].tolist())
+    assert given != answerer.answer(sample, TOKENS).ids
+
+
 @pytest.mark.parametrize(
     ("sampling", "word"),
     [
