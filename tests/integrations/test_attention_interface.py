@@ -17,10 +17,11 @@ from tests.integrations.test_transformers import (
     sample,
     step,
 )
-from tests.kernels.numeric import assert_accurate
+from tests.kernels.numeric import assert_accurate, assert_bitwise
 from tests.kernels.test_embedding import _Calls
 from tests.parity import reference as ref
 from vlmkernels.integrations import transformers as hf
+from vlmkernels.integrations.transformers import attention as api
 
 SMALL = dict(vocab_size=64, hidden_size=48, intermediate_size=32, num_hidden_layers=2)
 SMALL |= dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, pad_token_id=0)
@@ -178,6 +179,39 @@ def test_masks_that_are_not_causal() -> None:
         real = padding.bool()
         got, want = ours(**inputs).logits[real], plain(**inputs).logits[real]
         torch.testing.assert_close(got, want)
+
+
+def test_a_mask_with_a_hole() -> None:
+    """A user's mask function may have any; its first and last tokens are as of causal attention."""
+    config = pair("llama")[1].config
+    options: dict[str, Any] = dict(config=config, batch_size=1, q_length=8, kv_length=8)
+    options |= dict(use_vmap=True, allow_is_causal_skip=False)  # as transformers then has them
+    options |= dict(mask_function=lambda b, h, q, k: (k <= q) & ((q != 6) | (k != 3)))
+    expected = torch.ones(8, 8, dtype=torch.bool).tril()
+    expected[6, 3] = False
+    assert_bitwise("mask", api.mask(**options), expected[None, None])
+
+
+def test_attention_dropout(seed: int) -> None:
+    """transformers' sdpa drops, from the same seed; in evaluation the kernels run."""
+    plain, ours = pair("llama", attention_dropout=0.5)
+    for name, (inputs, real) in batches().items():
+        results = []
+        for model in (plain, ours):
+            torch.manual_seed(seed)
+            results.append([run(model.train(), inputs, real) for _ in range(2)])
+        torch.testing.assert_close(results[1], results[0])
+        assert not torch.equal(results[1][0][0], results[1][1][0])
+        with _Calls() as calls:
+            run(ours.eval(), inputs, real)
+        assert calls.names.count("varlen_attention") == 2, name
+
+
+def test_large_heads() -> None:
+    """Of more elements than the 256 of the kernels: transformers' sdpa."""
+    plain, ours = pair("llama", head_dim=288)
+    for inputs, real in batches().values():
+        torch.testing.assert_close(run(ours, inputs, real), run(plain, inputs, real))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

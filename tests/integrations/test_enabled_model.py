@@ -167,6 +167,23 @@ def test_a_table_that_is_not_contiguous(plain: Any) -> None:
     assert_same_step(step(ours, inputs), step(plain, inputs))
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("scale_grad_by_freq", True), ("max_norm", 0.5), ("sparse", True)]
+)
+def test_options_of_the_table(plain: Any, option: str, value: Any) -> None:
+    """torch's embedding heeds them: by the count of each word, rows of a largest norm, sparse."""
+    table = plain.get_input_embeddings()
+    setattr(table, option, value)
+    ours, inputs = hf.enable(copy.deepcopy(plain)), batch([sample("image"), sample("text")])
+    inputs["input_ids"][:, 1] = inputs["input_ids"][0, 0]  # one word three times
+    steps = [step(model, inputs) for model in (ours, plain)]
+    name = "model.language_model.embed_tokens.weight"
+    assert [gradients[name].is_sparse for gradients in steps] == [option == "sparse"] * 2
+    got, want = ({n: g.to_dense() for n, g in gradients.items()} for gradients in steps)
+    assert_same_step(got, want)
+    assert_bitwise("table", ours.get_input_embeddings().weight, table.weight)
+
+
 def test_return_dict_false(plain: Any) -> None:
     ours, inputs = hf.enable(copy.deepcopy(plain)), batch([sample("image")])
     inputs.pop("labels")

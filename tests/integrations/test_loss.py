@@ -49,9 +49,11 @@ def test_loss_and_gradients(plain: Any, name: str) -> None:
         inputs["labels"][inputs["labels"] == -100] = 17
     if name != "tuple":
         return compare(plain, ours, inputs)
-    want, got = plain(**inputs), ours(**inputs)
-    assert type(got) is tuple and len(got) == len(want) and got[1] is None
-    torch.testing.assert_close(got[0], want[0])
+    want, by_argument = plain(**inputs), ours(**inputs)
+    ours.config.return_dict = inputs.pop("return_dict")
+    for got in (by_argument, ours(**inputs)):
+        assert type(got) is tuple and len(got) == len(want) and got[1] is None
+        torch.testing.assert_close(got[0], want[0])
 
 
 @pytest.mark.parametrize("count", [0, torch.tensor(0)])

@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.kernels.numeric import assert_bitwise
 from tests.worker import one_rank
@@ -41,6 +42,7 @@ def make(mask: AttnMaskType = AttnMaskType.causal, kind: str = "self", **config:
         (r"window_size is \(8, 0\); .* needs None", {"window_size": (8, 0)}),
         ("attention_type is 'cross'", {"kind": "cross"}),
         ("attention_dropout is 0.1", {"attention_dropout": 0.1}),
+        ("context parallelism is not supported", {"context_parallel_size": 2}),
         ("attn_mask_type is .*padding", {"mask": AttnMaskType.padding}),
     ],
 )
@@ -60,6 +62,25 @@ def test_mask_types() -> None:
             assert_bitwise("out", out, varlen_attention(q, k, v, cu, causal=causal))
     with pytest.raises(ValueError, match="no_mask; this layer was made for .*causal"):
         make()(q, k, v, None, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=packed)
+
+
+def test_what_the_layer_says_comes_before_the_config() -> None:
+    """Its dropout and scale; masks and biases beside the segments are refused."""
+    own: Any = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+    with pytest.raises(ValueError, match="attention_dropout is 0.1"):
+        VarlenCoreAttention(CONFIG, **own, attention_dropout=0.1)
+    changed = copy.copy(CONFIG)
+    changed.attention_dropout = 0.1
+    core = VarlenCoreAttention(changed, **own, attention_dropout=0.0, softmax_scale=0.9)
+    q, k, v = torch.randn(3, 5, 2, 8)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, max_seqlen_q=5)
+    heads = (x.transpose(0, 1) for x in (q, k, v))
+    want = scaled_dot_product_attention(*heads, is_causal=True, scale=0.9).transpose(0, 1)
+    torch.testing.assert_close(core(q, k, v, None, packed_seq_params=packed), want)
+    for mask, bias in ((torch.zeros(1, 1, 5, 5).bool(), None), (None, torch.zeros(1, 2, 5, 5))):
+        with pytest.raises(ValueError, match="attention_mask and attention_bias must be None"):
+            core(q, k, v, mask, attention_bias=bias, packed_seq_params=packed)
 
 
 def layer(core: Any, kind: Any, norm: Any = IdentityOp, **config: Any) -> Any:
@@ -139,11 +160,20 @@ def test_activations_are_offloaded_by_megatrons_forward(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", [SelfAttention, PackedSelfAttention])
 @pytest.mark.parametrize(
-    "config", [{}, {"no_rope_freq": [0, 1]}, {"no_rope_freq": [1, 0]}, {"norm": L2Norm}]
+    "config",
+    [
+        {},
+        {"no_rope_freq": [0, 1]},
+        {"no_rope_freq": [1, 0]},
+        {"norm": L2Norm},
+        {"softmax_scale": 0.9},
+        {"attention_output_gate": True},
+    ],
+    ids=str,
 )
 def test_layers_rotate_as_megatrons(kind: Any, config: Any) -> None:
     """Against its DotProductAttention and RotaryEmbedding; of a layer's config what it says of
-    rotations."""
+    rotations, scale and gate."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -169,6 +199,8 @@ def test_layers_rotate_as_megatrons(kind: Any, config: Any) -> None:
             )
             got, _ = layer(VarlenCoreAttention, kind, **config)(x, None, packed_seq_params=packed)
             torch.testing.assert_close(got, want)
+            with pytest.raises(ValueError, match="attention_mask .* must be None"):
+                layer(VarlenCoreAttention, kind)(x, mask, packed_seq_params=packed)
             interleaved = layer(VarlenCoreAttention, kind, rotary_interleaved=True)
             with pytest.raises(ValueError, match="rotary_interleaved is True"):
                 interleaved(x, None, packed_seq_params=packed)
@@ -176,5 +208,7 @@ def test_layers_rotate_as_megatrons(kind: Any, config: Any) -> None:
                 layer(DotProductAttention, VisionSelfAttention)
             with pytest.raises(ValueError, match="k_layernorm normalizes .*qk_l2_norm"):
                 layer(VarlenCoreAttention, VisionSelfAttention, L2Norm)
+            with pytest.raises(ValueError, match="num_query_groups is 2; .* needs .*, 4"):
+                layer(VarlenCoreAttention, VisionSelfAttention, num_query_groups=2)
         finally:
             parallel_state.destroy_model_parallel()

@@ -31,8 +31,8 @@ def models(request: pytest.FixtureRequest) -> list[Any]:
     return [plain, hf.enable(copy.deepcopy(plain))]
 
 
-def test_continuous_batching(models: list[Any]) -> None:
-    """Sequences of several lengths, prefilled and decoded together."""
+def batched_answers(models: list[Any]) -> list[list[list[int]]]:
+    """What each model says to sequences of several lengths, prefilled and decoded together."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
     if config is None:
         pytest.skip("this transformers has no ContinuousBatchingConfig")
@@ -48,7 +48,34 @@ def test_continuous_batching(models: list[Any]) -> None:
         )
         answers.append([result.generated_tokens for result in results.values()])
         assert all(answers[-1])
-    assert answers[0] == answers[1]
+    return answers
+
+
+def test_continuous_batching(models: list[Any]) -> None:
+    plain, ours = batched_answers(models)
+    assert plain == ours
+
+
+def test_sliding_windows_keep_their_attention() -> None:
+    """Of the language model; continuous batching tells ours nothing of them."""
+    like = ref.make_model("qwen2_5_vl", seed=RUN_SEED)
+    config = copy.deepcopy(like.config)
+    text = config.text_config
+    text.use_sliding_window, text.sliding_window = True, 4
+    text.layer_types = ["sliding_attention"] * text.num_hidden_layers
+    plain = type(like)(config).eval()
+    weights = like.state_dict()
+    # Large weights: with small ones the last token alone says what comes.
+    plain.load_state_dict({n: 3 * w if w.dim() == 2 else w for n, w in weights.items()})
+    plain.set_attn_implementation("sdpa")
+    ours = hf.enable(copy.deepcopy(plain))
+    assert ours.config.text_config._attn_implementation == "sdpa"
+    inputs = batch([sample("image"), sample("text")])
+    real = inputs["attention_mask"].bool()
+    got, want = (logits(model, inputs)[real] for model in (ours, plain))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.std()))
+    theirs, local = batched_answers([plain, ours])
+    assert theirs == local
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -387,7 +387,7 @@ def test_embeddings_of_the_callers(models: tuple[Any, Any, Any]) -> None:
 
 
 def test_other_masks_go_to_sdpa(models: tuple[Any, Any, Any]) -> None:
-    """Holes in the padding mask, a mask of four dimensions, attention dropout of zero or more."""
+    """Holes in the padding mask, a mask of four dimensions."""
     plain, ours, _ = models
     inputs = batch([sample("text"), sample("image")])
     inputs["attention_mask"][1, 3] = 0

@@ -119,6 +119,12 @@ def test_what_fits_is_computed() -> None:
     actual = ops.visual_embedding(*tensors, 0, True, 0, 4, -1, F32, True)
     assert torch.equal(actual, weight[[0, 1, 2, 0]])
 
+    frames, values = torch.randint(256, (1, 2, 2, 3), dtype=U8), torch.randn(256, 3).T
+    patch = torch.zeros(1, 12)
+    ops.patchify(frames, values, patch, 2, 1, 1, 1)  # of a table that is not contiguous
+    channels = [values[c][frames[0, :, :, c].long()].flatten() for c in range(3)]
+    assert torch.equal(patch[0], torch.cat(channels))
+
     qkv, upstream, scale = torch.randn(3, 16, 2, 8), torch.randn(16, 2, 8), 8**-0.5
 
     def by_torch(dtype: torch.dtype) -> torch.Tensor:
