@@ -71,6 +71,16 @@ def test_a_bad_sample_costs_its_step(model, conversations, tmp_path, monkeypatch
     assert said.count("\n") == 1 and "--train.on_spike skip" in said and " of replica 0" in said
 
 
+def test_a_loss_that_is_no_number_ends_the_run(model, conversations, tmp_path, monkeypatch, capsys):
+    """With on_spike=skip too: gradients are finite, so the update was made."""
+    forward = QwenVLStage.forward
+    monkeypatch.setattr(QwenVLStage, "forward", lambda *a, **k: forward(*a, **k) + math.nan)
+    more = ["--train.steps=2", "--loader.workers=0", "--train.on_spike=skip"]
+    assert cli.main(options(model, conversations, tmp_path / "run", *more)) == 1
+    printed = capsys.readouterr()
+    assert "step 1: the loss is nan" in printed.err and "no update" not in printed.out
+
+
 class Steps:
     """Megatron's ChainedOptimizer as far as the guard knows it."""
 

@@ -18,11 +18,16 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import losses, options
+from vlmtrain import cli
 from vlmtrain.checkpoint import convert
+from vlmtrain.core.config import LoraSection, RecomputeSection
 from vlmtrain.core.run_folder import complete
+from vlmtrain.training import trainer
+from vlmtrain.training.engine import Engine
 
 TWO = ["--nproc=2", "--parallel.pipeline=2"]
 RATES = (
@@ -252,6 +257,67 @@ def test_a_split_is_measured_each_epoch(model, conversations, tmp_path):
         assert done.code == 0, done.output
         score = json.loads((tmp_path / name / "scores" / "scores.json").read_text())["heldout"]
         assert score["loss"] == pytest.approx(rows[-1]["heldout_loss"], rel=1e-6)
+
+
+IN_PROCESS = ["--train.steps=1", "--loader.workers=0", "--train.global_batch_packs=2"]
+
+
+@pytest.mark.parametrize("parts", [("vision", "merger"), ("language",)])
+def test_frozen_parts_stay_as_they_were(parts, model, conversations, tmp_path):
+    """Bit by bit, and every other tensor moves."""
+    frozen = [f"--freeze.{part}" for part in parts]
+    assert cli.main(options(model, conversations, tmp_path / "run", *IN_PROCESS, *frozen)) == 0
+    before = load_file(model / "model.safetensors")
+    after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert moved == {name for name in before if ("visual." in name) == ("language" in parts)}
+
+
+def test_the_system_prompt_is_trained_with(model, conversations, tmp_path):
+    """The tokens of all twelve samples with one of ours and with the template's."""
+    more = ["--train.steps=1", "--loader.workers=0", "--loader.packing=none"]
+    more.append("--train.global_batch=12")
+    rows = []
+    for name, system in (("usual", []), ("own", ["--loader.system=Be brief and right, please."])):
+        assert cli.main(options(model, conversations, tmp_path / name, *more, *system)) == 0
+        rows.append(json.loads((tmp_path / name / "metrics.jsonl").read_text()))
+    usual, own = (
+        len(AutoTokenizer.from_pretrained(model)(text)["input_ids"])
+        for text in ("You are a helpful assistant.", "Be brief and right, please.")
+    )
+    assert usual != own
+    assert rows[1]["tokens"] - rows[0]["tokens"] == 12 * (own - usual)
+    assert rows[1]["target_tokens"] == rows[0]["target_tokens"]
+
+
+def test_options_of_the_engine(model, conversations, tmp_path, monkeypatch):
+    """It is made with the sections that were asked for; another seed, other adapters."""
+    made, adapters = [], []
+
+    def make(*arguments, **options):
+        made.append(options)
+        return Engine(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "Engine", make)
+    asked = ["--lora.rank=2", "--optimizer.lr=0", "--parallel.vision_piece=4096"]
+    asked += ["--recompute.language=full", "--train.timeout=3"]
+    for number, seed in enumerate((5, 5, 6)):
+        output = tmp_path / str(number)
+        more = [*IN_PROCESS, *asked, f"--train.seed={seed}"]
+        assert cli.main(options(model, conversations, output, *more)) == 0
+        adapters.append(load_file(output / "adapter" / "adapter_model.safetensors"))
+    assert [options["seed"] for options in made] == [5, 5, 6]
+    assert made[0] == dict(
+        dtype=torch.float32,
+        seed=5,
+        recompute=RecomputeSection(language="full"),
+        lora=LoraSection(rank=2),
+        vision_piece=4096,
+        timeout=3.0,
+    )
+    name = next(name for name in adapters[0] if "lora_A" in name)
+    first, again, other = (table[name] for table in adapters)
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.slow
