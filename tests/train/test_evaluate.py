@@ -19,7 +19,7 @@ from vlmtrain.checkpoint.hf.files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError
 from vlmtrain.checkpoint.model_folder import as_hf
 from vlmtrain.core.batch import IGNORE
-from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.config import MediaSection, ParallelSection
 from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Processor
@@ -293,6 +293,35 @@ def test_mistakes(
     assert len(error) == 1, error
     for word in words:
         assert word in error[0]
+
+
+def test_options_of_both_kinds(model, conversations, questions, tmp_path, monkeypatch) -> None:
+    """Held-out data and questions are seen with the template, system prompt and sizes asked for."""
+    seen: list[dict[str, Any]] = []
+
+    def recorded(real: Any) -> Any:
+        def make(*arguments: Any, **options: Any) -> Any:
+            seen.append(options)
+            return real(*arguments, **options)
+
+        return make
+
+    from_folder = recorded(Processor.from_folder)
+    monkeypatch.setattr("vlmtrain.data.processor.Processor.from_folder", from_folder)
+    monkeypatch.setattr("vlmtrain.generate.model.Answerer", recorded(Answerer))
+    template = tmp_path / "template.jinja"
+    template.write_text((model / "chat_template.jinja").read_text() + "{# ours #}")
+    asked = ["--media.max_pixels=12544", "--loader.system=Be brief.", "--precision=bf16"]
+    asked += [f"--loader.template={template}", "--no_kernels"]
+    asked += ["--pack_length=512", "--max_new_tokens=1", f"--output={tmp_path / 'out'}"]
+    one = ["evaluate", f"--model={model}", f"--data={conversations}", f"--tasks={questions}"]
+    assert cli.main([*one, *asked]) == 0
+    wanted = dict(
+        section=MediaSection(max_pixels=12544), system="Be brief.", template=str(template)
+    )
+    held_out, answerer, *_ = seen
+    assert {n: held_out[n] for n in wanted} == wanted and held_out["pack_length"] == 512
+    assert answerer == dict(wanted, precision="bf16", kernels=False)
 
 
 def test_evaluation_needs_its_data(model, conversations, tmp_path, capsys) -> None:
