@@ -141,21 +141,21 @@ def test_gradients_of_a_sum_and_its_norm_are_added(used: str) -> None:
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_bias_of_a_sum_alone_learns_once(learns: bool) -> None:
-    """Where the norm has no gradient: in main_grad, or as a dense one."""
+    """Where the norm has no gradient."""
     x, residual, upstream = torch.randn(3, 37, 200)
-    for kind in ("main_grad", "dense"):
-        bias = torch.randn(200).requires_grad_()
-        before = torch.randn(200)
-        bias.main_grad = before.clone()  # type: ignore[attr-defined]
-        total, _ = add_rms_norm_(
-            x.clone().requires_grad_(learns) * 1, residual, torch.ones(200), 1e-6, bias=bias,
-            bias_grad=kind,  # type: ignore[arg-type]
-        )  # fmt: skip
-        total.backward(upstream)
-        got = bias.main_grad - before if kind == "main_grad" else bias.grad  # type: ignore[attr-defined]
-        torch.testing.assert_close(got, upstream.sum(0), rtol=1e-5, atol=1e-5)
-        other = bias.grad if kind == "main_grad" else (bias.main_grad - before).any() or None  # type: ignore[attr-defined]
-        assert other is None
+    bias, weight, before = torch.nn.Parameter(torch.randn(200)), torch.ones(200), torch.randn(200)
+    for bias_grad in ("main_grad", "dense"):
+        bias.grad, bias.main_grad = None, before.clone()  # type: ignore[attr-defined]
+        own = x.clone().requires_grad_(learns) * 1
+        into: Any = dict(bias=bias, bias_grad=bias_grad)
+        add_rms_norm_(own, residual, weight, 1e-6, **into)[0].backward(upstream)
+        added = bias.main_grad - before  # type: ignore[attr-defined]
+        if bias_grad == "main_grad":
+            assert bias.grad is None
+            torch.testing.assert_close(added, upstream.sum(0), rtol=1e-5, atol=1e-5)
+        else:
+            assert not added.any()
+            torch.testing.assert_close(bias.grad, upstream.sum(0), rtol=1e-5, atol=1e-5)
 
 
 def norm_into(x: Tensor, weight: Tensor) -> Tensor:

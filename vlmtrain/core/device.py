@@ -88,18 +88,21 @@ def setup(local_rank: int | None = 0) -> Backend:
         UserError: which GPU is meant isn't known, or there is none left.
     """
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if count > 1 and local_rank is None:
-            raise UserError(
-                f"the launcher doesn't set LOCAL_RANK, by which a rank chooses one of the {count} "
-                "GPUs of this machine; set it, or show each rank one GPU by CUDA_VISIBLE_DEVICES"
-            )
-        if 1 < count <= (local_rank or 0):
-            raise UserError(
-                f"LOCAL_RANK is {local_rank} and this rank sees {count} GPUs; start no more ranks "
-                "on a machine than it has GPUs"
-            )
-        torch.cuda.set_device((local_rank or 0) % count)  # each may see another one alone
+        count, index = torch.cuda.device_count(), 0  # of one, another one on each rank perhaps
+        if count > 1:
+            if local_rank is None:
+                raise UserError(
+                    "the launcher doesn't set LOCAL_RANK, by which a rank chooses one of the "
+                    f"{count} GPUs of this machine; set it, or show each rank one GPU by "
+                    "CUDA_VISIBLE_DEVICES"
+                )
+            if local_rank >= count:
+                raise UserError(
+                    f"LOCAL_RANK is {local_rank} and this rank sees {count} GPUs; start no more "
+                    "ranks on a machine than it has GPUs"
+                )
+            index = local_rank
+        torch.cuda.set_device(index)
         backend = Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
     else:
         shim.install()
