@@ -217,9 +217,9 @@ class Processor:
             )
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
         repeats[placeholders] = runs
-        visual = np.zeros(len(tokens.ids), dtype=bool)
+        visual: np.ndarray = np.zeros(len(tokens.ids), dtype=bool)
         visual[placeholders] = True
-        ids = np.repeat(tokens.ids, repeats)
+        ids: np.ndarray = np.repeat(tokens.ids, repeats)
         visual = np.repeat(visual, repeats)
         of_tokens = np.where(visual, 0, np.repeat(tokens.weights, repeats))
         if max_length is not None and len(ids) > max_length:

@@ -100,7 +100,7 @@ def make_packs(
     if len(lengths) > _SAMPLES:
         chosen = sorted(random.Random(0).sample(chosen, _SAMPLES))  # type: ignore[assignment]
     tokens = np.array([lengths.tokens[i] for i in chosen], dtype=np.int64)
-    rows = np.zeros((len(tokens), COLUMNS))
+    rows: np.ndarray = np.zeros((len(tokens), COLUMNS))
     for place, i in enumerate(chosen):
         sample = [lengths.tokens[i]], lengths.grids[i]
         rows[place] = Work.of(*sample, spec.vision, targets=lengths.targets[i]).values()

@@ -85,7 +85,7 @@ def mrope_positions(
         text = np.arange(start, start + begin - cursor)
         pieces.append(np.broadcast_to(text, (3, len(text))))
         start += begin - cursor
-        time = np.arange(t)
+        time: np.ndarray = np.arange(t)
         if kind == "video" and spec.vision.tokens_per_second is not None:
             scaled = time.astype(np.float32) * np.float32(seconds)
             time = (scaled * np.float32(spec.vision.tokens_per_second)).astype(np.int64)
