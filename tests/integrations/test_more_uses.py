@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,8 +35,8 @@ def models(request: pytest.FixtureRequest) -> list[Any]:
 def batched_answers(models: list[Any]) -> list[list[list[int]]]:
     """What each model says to sequences of several lengths, prefilled and decoded together."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
-    if config is None:
-        pytest.skip("this transformers has no ContinuousBatchingConfig")
+    if config is None or Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("enabled models take continuous batching from transformers 5.24 on")
     prompts = [torch.randint(10, 100, (n,)).tolist() for n in (12, 7, 30, 1)]
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
     answers = []
@@ -54,6 +55,15 @@ def batched_answers(models: list[Any]) -> list[list[list[int]]]:
 def test_continuous_batching(models: list[Any]) -> None:
     plain, ours = batched_answers(models)
     assert plain == ours
+
+
+def test_continuous_batching_of_an_older_transformers(models: list[Any]) -> None:
+    """Before 5.24 the lengths of keys come for all layers, and keys without the cache's."""
+    layer = models[1].model.language_model.layers[0].self_attn
+    q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
+    lengths = {"full_attention": torch.tensor([0, 3])}
+    with pytest.raises(ValueError, match="from transformers 5.24 on: use that, or enable"):
+        api.attention(layer, q, k, k, None, read_index=[], cu_seq_lens_k=lengths)
 
 
 def test_sliding_windows_keep_their_attention() -> None:

@@ -417,6 +417,11 @@ def test_refusals(models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(ValueError, match="puts visual rows in in another way"):
                 hf.enable(model)
         assert hf.enable(model, embedding=False) is model
+        with monkeypatch.context() as patch:  # whose head does not hand on what the loss takes
+            patch.setattr("transformers.__version__", "5.17.0")
+            with pytest.raises(ValueError, match="before transformers 5.18 a Qwen3-VL's loss"):
+                hf.enable(copy.deepcopy(plain))
+            assert hf.enable(copy.deepcopy(plain), loss=False)
     model = copy.deepcopy(plain)
     model.model.visual.blocks[1].attn.forward = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match="Attention was replaced by something else"):

@@ -140,7 +140,7 @@ class Answerer:
             from vlmkernels.integrations import transformers as hf
 
             try:
-                hf.enable(self.model)
+                hf.enable(self.model, loss=False)
             except ValueError as error:
                 raise UserError(
                     f"{folder}: the kernels don't serve transformers {transformers.__version__} "

@@ -30,9 +30,9 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.
-Tried with transformers 5.24.0 (the tests), 5.23.0 and 4.57.6. It needs 4.53 or later, where
-attention became an interface, for Qwen3-VL a later 5; `enable` says so where a name it needs is
-missing.
+The tests run with transformers 5.24.0 and, on Python 3.10, 5.20.2; tried by hand: 5.23, 5.14, 5.10,
+5.3, 4.57.6. It needs 4.53 or later, where attention became an interface; Qwen3-VL's embeddings need
+5.3, its loss 5.18, continuous batching 5.24. `enable` says so.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ import sys
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PretrainedConfig
 
 from vlmkernels.integrations.transformers.attention import MODEL_TYPES, NAME, register
-from vlmkernels.integrations.transformers.head import ModelWithLoss, output_class
+from vlmkernels.integrations.transformers.head import ModelWithLoss
 from vlmkernels.integrations.transformers.modules import (
     POSITION_ARGUMENTS,
     LanguageModel,
@@ -56,6 +58,7 @@ from vlmkernels.integrations.transformers.modules import (
     VisionAttention,
     check_forward,
     check_restorable,
+    output_class,
     replace,
     restore,
     rotary_table,
@@ -156,7 +159,7 @@ def _with_head(model: nn.Module, host: nn.Module) -> list[nn.Module]:
     """The module that puts a head on `host`, if `model` has one.
 
     Raises:
-        ValueError: its forward does not say what it returns.
+        ValueError: its forward does not say what it returns, or its loss is another.
     """
     whole = [m for m in model.modules() if m._modules.get("model") is host]
     whole = [m for m in whole if "lm_head" in m._modules]
@@ -166,6 +169,12 @@ def _with_head(model: nn.Module, host: nn.Module) -> list[nn.Module]:
             raise ValueError(
                 f"{type(module).__name__}.forward does not say what it returns: this version of "
                 "transformers is not known; use enable(model, loss=False)"
+            )
+        old = Version(transformers.__version__) < Version("5.18")
+        if old and hasattr(host.visual, "deepstack_merger_list"):
+            raise ValueError(
+                "before transformers 5.18 a Qwen3-VL's loss leaves out num_items_in_batch and that "
+                "of its routers, so ours would be another: use 5.18, or enable(model, loss=False)"
             )
     return whole
 
@@ -205,14 +214,12 @@ def _check_deepstack(host: Any) -> None:
         return
     check_forward(host, "embedding")
     positions = getattr(host, "compute_3d_position_ids", None)
-    result = output_class(type(host))
     takes = inspect.signature(positions).parameters if positions else {}
     if (
         "mm_token_type_ids" not in takes
         or not set(takes) <= set(POSITION_ARGUMENTS)
         or not hasattr(host.language_model, "_deepstack_process")
-        or result is None
-        or "rope_deltas" in result.__dataclass_fields__
+        or output_class(type(host)) is None
     ):
         raise ValueError(
             f"{type(host).__name__} puts visual rows in in another way: this version of "

@@ -80,6 +80,11 @@ def attention(
     """
     check_model(module.config)
     batch, _, length, head_dim = query.shape
+    if isinstance(kwargs.get("cu_seq_lens_k"), dict):  # which it takes from the cache
+        raise ValueError(
+            f"continuous batching (generate_batch) gives {NAME!r} its keys and values from "
+            "transformers 5.24 on: use that, or enable(model, language=False)"
+        )
     if attention_mask is None and kwargs.get("read_index") is not None:  # continuous batching
         lengths = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
         attention_mask = _paged_mask(*lengths, length, key.shape[2])

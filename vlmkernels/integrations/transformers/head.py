@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-import typing
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import ModelOutput
 
 from vlmkernels import linear_cross_entropy
 from vlmkernels.integrations.transformers.modules import (
@@ -23,6 +21,7 @@ from vlmkernels.integrations.transformers.modules import (
     has_hooks,
     is_plain,
     named_arguments,
+    output_class,
     runs_on,
 )
 
@@ -83,13 +82,6 @@ def _aux_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> 
     loss = vars(sys.modules[model.original.__module__])["load_balancing_loss_func"]
     experts = text.num_experts, text.num_experts_per_tok
     return cast(Tensor, loss(router_logits, *experts, attention_mask))
-
-
-def output_class(original: Any) -> Any:
-    """What the forward of a class returns, a ModelOutput; None: it does not say so."""
-    options = typing.get_args(inspect.signature(original.forward).return_annotation)
-    kinds = [c for c in options if isinstance(c, type) and issubclass(c, ModelOutput)]
-    return kinds[0] if len(kinds) == 1 else None
 
 
 def _keeps(kwargs: dict[str, Any]) -> bool:

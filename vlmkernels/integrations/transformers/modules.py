@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import sys
+import typing
 from types import MethodType
 from typing import Any
 
@@ -339,17 +340,28 @@ def _with_deepstack(model: Any, index: Tensor, deepstack: list[Tensor], **kwargs
     if has_hooks(model.language_model):  # they see what transformers' own forward passes
         deepstack = [rows[index[index >= 0].to(rows.device)] for rows in deepstack]
         index = (index >= 0).view(kwargs["inputs_embeds"].shape[:2])
-    return model.language_model(
+    out = model.language_model(
         input_ids=None,
         position_ids=position_ids,
         visual_pos_masks=index,
         deepstack_visual_embeds=deepstack,
         **kwargs,
     )
+    kind = output_class(model.original)
+    if "rope_deltas" in kind.__dataclass_fields__:  # before transformers 5.23
+        return kind(**out, rope_deltas=model.rope_deltas)
+    return out
 
 
 def _names(module: Any) -> list[str]:
     return list(inspect.signature(module.original.forward).parameters)[1:]
+
+
+def output_class(original: Any) -> Any:
+    """What the forward of a class returns, a ModelOutput; None: it does not say so."""
+    options = typing.get_args(inspect.signature(original.forward).return_annotation)
+    kinds = [c for c in options if isinstance(c, type) and issubclass(c, ModelOutput)]
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def named_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
