@@ -123,6 +123,11 @@ def test_ignored_keys_and_nulls_say_nothing(file) -> None:
     ignored = LoaderSection(ignore_keys=("hint", "C", "prompt"))
     (task,) = read_tasks(file({**record, "prompt": "v7"}), ignored)
     assert [*task.options] == ["A", "B"] and "Hint" not in task.sample.turns[0].text
+    marked = file({**GOOD, "question": "What is <audio>?", "prompt": "plain"})
+    with pytest.raises(DataError, match="line 1.* the mark <audio>"):
+        read_tasks(marked)
+    (task,) = read_tasks(marked, LoaderSection(ignore_keys=("<audio>",)))
+    assert task.sample.turns[0].text == "What is <audio>?"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from PIL import Image
 
 from vlmkernels.integrations.transformers.modules import Replacement
 from vlmtrain import cli
+from vlmtrain.data.sample import Sample, Turn
 from vlmtrain.generate import command, questions
 from vlmtrain.generate.model import Answerer, Sampling
 
@@ -107,6 +108,32 @@ def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
     ]
     assert generate("--input", str(source), "--output", str(target)) == 1
     assert "exists" in capsys.readouterr().err
+
+
+def test_keys_and_marks_that_say_nothing(generate, answerer, folder, pictures, capsys) -> None:
+    """They are named in --ignore_keys, in each form of a question."""
+    text = "Say <audio>."
+    asked = Sample("1", (Turn("user", text),), (), "here")
+    answer = answerer.answer(asked, Sampling(LENGTH)).text
+    messages = [{"role": "user", "content": text}]
+    source, target = pictures / "ignored.jsonl", pictures / "ignored-answers.jsonl"
+    for row in ({"prompt": text, "remark": 7}, {"messages": messages, "remark": 7}):
+        source.write_text(json.dumps(row))
+        target.unlink(missing_ok=True)
+        arguments = ["--input", str(source), "--output", str(target)]
+        assert generate(*arguments, "--ignore_keys", "<audio>") == 1
+        assert "the key 'remark'" in capsys.readouterr().err
+        assert generate(*arguments, "--ignore_keys", "remark") == 1
+        assert "the mark <audio>" in capsys.readouterr().err
+        assert generate(*arguments, "--ignore_keys", "remark", "<audio>") == 0
+        assert json.loads(target.read_text())["answer"] == answer
+    assert generate("--prompt", text) == 1
+    capsys.readouterr()
+    assert generate("--prompt", text, "--ignore_keys", "<audio>") == 0
+    assert capsys.readouterr().out == answer + "\n"
+    config = command.GenerateConfig(folder, max_new_tokens=LENGTH, ignore_keys=("<audio>",))
+    assert command.run(config, io.StringIO(text + "\n")) == 0
+    assert capsys.readouterr().out == answer + "\n"
 
 
 def test_lines_draw_for_themselves(generate, answerer, pictures, monkeypatch) -> None:

@@ -153,7 +153,7 @@ def _task(path: Path, number: int, record: dict[str, Any], section: LoaderSectio
         "choice": lambda: choice_prompt(text, options, hint),
         "plain": lambda: text,
     }[form]()
-    ignored = {*_READ}
+    ignored = {*_READ, *section.ignore_keys}
     if form == "choice":
         ignored |= {"hint", *options}
     elif metric == "multiple_choice":  # whose score asks for them

@@ -45,7 +45,7 @@ class GenerateConfig:
     """With --input: file to write, one object a line in the same order, with 'answer' added; one
     that the line had becomes its 'reference'."""
     ignore_keys: tuple[str, ...] = ()
-    """With --input: keys of its objects that are not looked at."""
+    """Keys of --input's objects that are not looked at, and marks that are kept as text."""
     max_new_tokens: int = 512
     """Longest answer."""
     temperature: float = 0.0
@@ -107,7 +107,9 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
         "videos": [str(path) for path in config.video],
     }
     if config.prompt is not None:
-        sample = check_media(question(config.prompt, media, system=config.system))
+        ignored = config.ignore_keys
+        sample = question(config.prompt, media, system=config.system, ignored=ignored)
+        sample = check_media(sample)
         with _answerer(config) as (answerer, sampling):
             _say(answerer, sampling, sample)
         return 0
@@ -207,7 +209,13 @@ def _chat(
         if not line:
             continue
         try:
-            sample = question(line, media, system=config.system, source="this turn")
+            sample = question(
+                line,
+                media,
+                system=config.system,
+                source="this turn",
+                ignored=config.ignore_keys,
+            )
             sample = check_media(sample)
             longer = sample if conversation is None else then(conversation, sample)
             conversation = answered(longer, _say(answerer, sampling, longer))

@@ -37,6 +37,7 @@ def question(
     source: str = "--prompt",
     name: str = "1",
     media_root: Path = Path(),
+    ignored: Collection[str] = (),
 ) -> Sample:
     """One question as a sample.
 
@@ -46,6 +47,7 @@ def question(
         system: system prompt, instead of the chat template's.
         source, name: what messages call the question.
         media_root: folder that relative paths start from.
+        ignored: marks that are kept as text; keys among them say nothing.
 
     Raises:
         DataError: marks that do not match the media, a URL, an empty prompt.
@@ -61,7 +63,8 @@ def question(
     record |= {"id": name, "messages": [{"role": "user", "content": prompt}]}
     if system:
         record["system"] = system
-    return parse_record(record, source, 0, media_root, question=True)
+    marks = [mark for mark in ignored if not mark.isidentifier()]  # our own keys are all read
+    return parse_record(record, source, 0, media_root, question=True, ignored=marks)
 
 
 def then(sample: Sample, more: Sample) -> Sample:
@@ -121,7 +124,7 @@ def from_record(
 
     Args:
         prompt: replaces the line's own text.
-        ignored: keys that are not looked at, or that the caller reads.
+        ignored: keys and marks that are not looked at, or that the caller reads.
         media_root: folder that relative media paths start from; default: the file's own.
 
     Raises:
@@ -145,7 +148,9 @@ def from_record(
     for key, value in (("prompt", text), ("system", system or "")):
         if not isinstance(value, str):
             raise DataError(f"{source}: '{key}' must be a string, it is {str(value)[:80]!r}")
-    return question(text, media, system=system, source=source, name=name, media_root=root)
+    return question(
+        text, media, system=system, source=source, name=name, media_root=root, ignored=ignored
+    )
 
 
 def check_media(sample: Sample) -> Sample:
