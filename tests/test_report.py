@@ -78,8 +78,8 @@ def fake_run(folder: Path, steps: int = 40, plan: bool = True) -> Path:
             "bubble": 0.1,
             "memory_bytes": [memory, memory],
             "waterfall": {
-                "compute": 0.25,
-                "tensor": 0.0,
+                "compute": 0.2,
+                "tensor": 0.05,
                 "bubble": 0.05,
                 "imbalance": 0.04,
                 "gradients": 0.03,
@@ -156,6 +156,18 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     cells = re.findall(r"</i>([a-z ]+)</td><td>(.*?)</td><td>(.*?)</td>", table.group())
     assert [name.replace(" ", "_") for name, _, _ in cells] == list(ROWS)
     assert cells[0][1:] == ("0.25 s", "50.0%") and cells[5][1:] == ("15 ms", "3.0%")
+    tiles = dict(re.findall(r"<b>([^<]*)</b><span>[^<]*</span><small>([^<]*)</small>", html))
+    assert tiles == {
+        "40": "in 29 s",  # 2 of 5 s, 38 of 0.5
+        "0.1500": "from 6.0000",
+        "900": "median, padding left out",
+        "40.0%": "HFU 50.0%",
+        "0.5 s": "10.0% padding",
+        "36,000": "480 samples",
+        "280": "40 videos",
+    }
+    for share in ("50.0%", "62.5%"):  # measured, and planned with communication in it
+        assert f"compute: 0.25 s, {share}" in html
     # planned 0.4 s, measured 0.5 s
     assert re.search(r"<td>step</td><td>0.4 s</td><td>0.5 s</td>\s*<td>\+25%</td>", html)
     # bars are as long as what they stand for: 40 GB measured, 32 GB planned

@@ -89,6 +89,8 @@ def test_boxes_follow_the_resize(family: str, tmp_path: Path, rng: np.random.Gen
     ("objects", "said"),
     [
         ({"bbox": [[0, 0, 250, 50]]}, r"lies outside of its image of 200x90 pixels; .* pixels of"),
+        ({"bbox": [[0, 0, 201.5, 50]]}, "lies outside of its image of 200x90 pixels"),
+        ({"bbox": [[-1.5, 0, 20, 50]]}, "lies outside of its image of 200x90 pixels"),
         ({"bbox": [[0, 0, 0.5, 50]], "bbox_type": "norm1"}, "boxes are 0 to 1"),
         ({"bbox": [[0, 0, 5, 5]], "image_id": [1]}, "a box is on image 1, and it has 1"),
     ],
@@ -102,6 +104,19 @@ def test_boxes_that_fit_no_image(
     path = write_json(tmp_path / "c.json", [record])
     with pytest.raises(DataError, match=f"c.json: sample 's': .*{said}"):
         scan_sources([path], processor, processor.spec, 2000)
+
+
+def test_a_box_may_stand_out_by_a_pixel(tmp_path: Path, processor: Processor) -> None:
+    """It is cut off at the sides."""
+    save_image(tmp_path / "a.png", 200, 90)
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "<bbox>"}]
+    record = {"messages": turns, "image": "a.png", "objects": {"bbox": [[-1, -1, 201, 91]]}}
+    path = write_json(tmp_path / "c.json", [record])
+    sample = scan_sources([path], processor, processor.spec, 2000).load(0)
+    ids = processor.encode(sample, processor.layouts(sample)).input_ids
+    height, width = smart_resize(90, 200, 28, **IMAGE_LIMITS)
+    said = f"[0, 0, {width - 1}, {height - 1}]<|im_end|>"
+    assert said in processor.template.tokenizer.decode(ids)
 
 
 def test_marks_of_boxes_kept_as_text_beside_names(tmp_path: Path, processor: Processor) -> None:

@@ -99,6 +99,30 @@ def test_every_colour_mode_equals_transformers(mode: str, tmp_path: Path) -> Non
     assert_same(path, SMALL, **IMAGE_LIMITS)
 
 
+def test_a_transparent_colour_of_a_palette_is_white(tmp_path: Path) -> None:
+    places = np.random.randint(0, 4, (20, 30), dtype=np.uint8)
+    colours = np.random.randint(0, 256, (4, 3), dtype=np.uint8)
+    image = Image.fromarray(places, "P")
+    image.putpalette(colours.tobytes())
+    image.save(tmp_path / "a.png", transparency=2)
+    colours[2] = 255
+    loaded = load_image(FileRange(str(tmp_path / "a.png")), SAMPLE, "a.png")
+    np.testing.assert_array_equal(np.asarray(loaded), colours[places])
+
+
+def test_the_folders_scale_mean_and_spread_are_used(tmp_path: Path, spec: ModelSpec) -> None:
+    options = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "rescale_factor": 0.01}
+    config = {**IMAGE_LIMITS, **options}
+    settings_ = ImageSettings.from_config(config, spec.vision, ImageSettings(), "here")
+    path = save_image(tmp_path / "a.png", 80, 60)
+    pixels, _ = ours(path, settings_)
+    output = reference.Qwen2VLImageProcessorPil(**config)(images=[Image.open(path)])
+    np.testing.assert_array_equal(pixels, output["pixel_values"])
+    for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        with pytest.raises(DataError, match=f"here: {step} is false, which is not supported"):
+            ImageSettings.from_config({step: False}, spec.vision, ImageSettings(), "here")
+
+
 def test_animated_gif_gives_its_first_frame(tmp_path: Path) -> None:
     frames = [Image.open(save_image(tmp_path / f"{i}.png", 60, 50, i)) for i in range(3)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
@@ -112,7 +136,7 @@ def test_the_content_says_what_a_file_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6, 7, 8])
 def test_exif_orientation_is_applied_as_load_image_does(
     suffix: str, orientation: int, tmp_path: Path
 ) -> None:

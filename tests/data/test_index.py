@@ -19,6 +19,7 @@ from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sources import SourceSpec
 from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
@@ -75,6 +76,30 @@ def test_hash_follows_content_and_settings_not_the_place(
     assert content_hash(data, larger) != original
     data.write_text(data.read_text().replace("three", "threw"))
     assert content_hash(data) != original
+
+
+def test_what_a_scan_says_and_refuses(
+    pictures: Path, tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Its counts; other keys that are ignored are other data; a file that is not there is no bad
+    sample."""
+    three = {"images": [str(pictures / "p0.jpg")] * 3}
+    records = [conversation("<image>" * 3, "a", **three), conversation("q", "b"), {"x": 1}]
+    path = write_json(tmp_path / "c.json", records)
+    said: list[str] = []
+    index = scan_sources([path], processor, spec, 512, skip_limit=1, log=said.append)
+    assert said[-1] == (
+        f"2 samples, 3 images and videos, {index.lengths.sum()} tokens, "
+        f"{index.target_tokens.sum()} of them targets; 1 bad samples left out"
+    )
+    write_json(path, records[:2])
+    hashes = {
+        scan_sources([SourceSpec(str(path), ignored=keys)], processor, spec, 512).content_hash
+        for keys in ((), ("note",), ("<audio>",))
+    }
+    assert len(hashes) == 3
+    with pytest.raises(DataError, match="none.json: no such file"):
+        scan_sources([path, tmp_path / "none.json"], processor, spec, 512, skip_limit=9)
 
 
 def test_a_split_is_of_the_records_alone(

@@ -118,6 +118,10 @@ def test_what_the_run_sets() -> None:
         assert (videos.images.min_pixels, videos.images.max_pixels) == (50 * TOKEN, 50 * TOKEN)
         assert (videos.fps, videos.max_frames, videos.min_frames) == (1.0, 10, 4)
     assert limited(RELEASED, VIDEOS, MediaSection(), None) == (RELEASED, VIDEOS)
+    counted = replace(VIDEOS, num_frames=6)  # the folder's, unless the run says otherwise
+    for own, number in ((MediaSection(), 6), (MediaSection(fps=1.0), None)):
+        assert limited(RELEASED, counted, own, None)[1].num_frames == number
+    assert limited(RELEASED, counted, MediaSection(max_frames=8), None)[1].num_frames is None
     one, _ = limited(RELEASED, VIDEOS, MediaSection(min_pixels=20000 * TOKEN), None)
     assert one.min_pixels == one.max_pixels == 20000 * TOKEN
     _, half = limited(RELEASED, VIDEOS, MediaSection(video_max_pixels=256 * TOKEN), 8192)
@@ -126,6 +130,15 @@ def test_what_the_run_sets() -> None:
     assert least.lowered(8 * TOKEN).grid(224, 224) == (1, 16, 16)  # 64 tokens as they are
     with pytest.raises(DataError, match="--media.min_pixels 9 is above --media.max_pixels 8"):
         limited(RELEASED, VIDEOS, MediaSection(max_pixels=8, min_pixels=9), None)
+
+
+@pytest.mark.parametrize("given", [{"fps": -1.0}, {"min_frames": 9, "max_frames": 4}])
+def test_a_folder_that_samples_no_frames_is_named(given: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    path = folder / "video_preprocessor_config.json"
+    path.write_text(json.dumps(IMAGE_LIMITS | given))
+    with pytest.raises(DataError, match="video_preprocessor_config.json: fps .* must be above 0 a"):
+        Processor.from_folder(folder, read_spec(folder))
 
 
 @pytest.mark.parametrize("files", ["old", "size", "nested", "none"])
@@ -233,6 +246,12 @@ def test_text_is_cut_off(long_samples: Path, processor: Processor, spec: ModelSp
     whole = scan_sources([long_samples], processor, spec, 10000)
     cut = scan_sources([long_samples], processor, spec, 64, too_long="truncate")
     assert whole.lengths[1] > 64 and cut.lengths.tolist() == [whole.lengths[0], 64]
+    build_shards(long_samples, long_samples.parent / "shards", processor=processor)
+    of_shards = scan_sources(
+        [long_samples.parent / "shards"], processor, spec, 64, too_long="truncate"
+    )
+    assert of_shards.lengths.tolist() == cut.lengths.tolist()
+    assert of_shards.target_tokens.tolist() == cut.target_tokens.tolist()
     sample = whole.load(1)
     full = processor.encode(sample, processor.layouts(sample))
     options: dict[str, Any] = {"pack_length": 64, "global_batch": 2, "prefetch": False}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,19 +70,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("objects", chat("q", "a", objects={"ref": ["dog"], "bbox": []}), "0 <ref-object> mark"),
     ("norm", chat("q", "<bbox>", objects={"bbox": [[1, 2, 3, 4]], "bbox_type": "n"}), "real"),
     ("xywh", chat("q", "<bbox>", objects={"bbox": [[50, 60, 20, 10]]}), "is it x, y, width"),
+    ("bottom first", chat("q", "<bbox>", objects={"bbox": [[1, 9, 2, 3]]}), "is it x, y, width"),
+    ("image_id", chat("q", "<bbox>", objects={"bbox": [[1, 2]], "image_id": [0, 0]}),
+     "'image_id' has 2 entries and 'bbox' 1"),
     ("old swift", chat("q", "<bbox>", objects='[{"caption": "a"}]'), "'objects' must be an object"),
     # Turns
     ("learned user", {"messages": [{"role": "user", "content": "q", "weight": 1.0}]}, "shall be"),
     ("weight", chat("q", "a") | {"messages": [{"role": "assistant", "content": "a", "weight": -1}]},
      "weight -1; it must be"),
+    ("no end", {"messages": [{"role": "assistant", "content": "a", "weight": math.inf}]},
+     "weight inf; it must be"),
     ("loss", {"messages": [{"role": "assistant", "content": "a", "loss": 2}]}, "'loss' 2; it must"),
+    ("not and half", {"messages": [
+        {"role": "assistant", "content": "a", "loss": False, "weight": 0.5}]},
+     "'loss' false and the weight 0.5; keep one"),
+    ("two weights", {"messages": [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5},
+        {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}]},
+     "turn 2 has another weight than the answer"),
     ("loss text", {"messages": [{"role": "assistant", "content": "a", "loss": "0"}]}, "'loss' '0'"),
     ("empty answer", chat("q", " "), "turn 1, an answer to learn, is empty"),
     ("no call", {"conversations": [{"from": "function_call", "value": "x"}]}, "no JSON: x"),
     ("name alone", {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
      "without a 'name' and an object of 'arguments'"),
     ("arguments", {"conversations": [{"from": "function_call", "value": '{"name": "f"}'}]}, "'arg"),
+    ("custom", {"messages": [{"role": "assistant", "tool_calls": [
+        {"type": "custom", "name": "f", "arguments": {}}]}]}, "turn 0 calls what is no function"),
     # Media
+    ("fps alone", chat([{"type": "video", "fps": 2.0}], "a", video="v.mp4"), "fps and no frames"),
     ("url", chat([{"type": "image_url", "image_url": {"url": "http://a/c"}}], "a"), "is a URL"),
     ("part", chat([{"type": "input_audio", "input_audio": {"data": "x"}}], "a"), "audio is not"),
     ("two", chat([{"type": "image", "image": "a", "path": "b"}], "a"), "two files"),
@@ -142,6 +158,10 @@ READ: list[tuple[str, dict[str, Any], list[tuple[Any, ...]], list[str]]] = [
     ("trl prompt", {"prompt": chat("x", "y", "q")["messages"],
                     "completion": [{"role": "assistant", "content": "a"}]},
      [("user", "x"), ("assistant", "y", 0.0), *PLAIN], []),
+    ("trl prompt with weights", {"prompt": [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5},
+        {"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+     [("user", "x"), ("assistant", "y", 0.5), *PLAIN], []),
     ("alpaca", {"instruction": "q", "input": "", "output": "a", "history": []}, PLAIN, []),
     ("string", {"conversations": json.dumps(conversation("q", "a")["conversations"])}, PLAIN, []),
     ("text", {"text": "a document"}, [("assistant", "a document")], []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +231,20 @@ def test_a_step_of_small_weights_is_counted_as_it_is(
         step = np.concatenate([pack for packs in loader.next.dealt for pack in packs])
         assert len(step) == held == len(set(step.tolist())) and not lines
         assert loader.samples_per_step == held
+
+
+def test_a_batch_is_named_that_fits_data_and_ranks(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Of an epoch of three packs two ranks can share two."""
+    path = write_json(tmp_path / "c.json", [conversation("q", f"a {i}") for i in range(3)])
+    index = scan_data(str(path), LoaderSection(), processor, 1000)
+    lines: list[str] = []
+    options: dict[str, Any] = {"pack_length": 1000, "packing": "none", "prefetch": False}
+    open_loader(
+        index, processor, spec, global_batch=8, dp_size=2, log=lines.append, **options
+    ).close()
+    assert len(lines) == 1 and lines[0].endswith("--train.global_batch_packs 2 fits")
 
 
 def test_the_steps_of_a_fraction_of_an_epoch() -> None:

@@ -213,6 +213,11 @@ BAD_RECORDS: list[tuple[Any, str]] = [
         conversation("<image>", "x", id="s", image="https://a.b/c.png"),
         "sample 's': https://a.b/c.png is a URL; download it",
     ),
+    (conversation("<image>", "x", id="s", image="a\0.png"), "'a\\x00.png' holds a zero byte"),
+    (
+        conversation("<image>", "x", id="s", image="data:image/png,YWJj"),
+        "that cannot be decoded: it must begin with data:TYPE;base64,",
+    ),
     (conversation("<video>", "x", id="s", video={"fps": 2}), "a video must be a file, a folder"),
     (
         conversation("<video>", "x", id="s", video={"video": "v.mp4", "fps": 0}),

@@ -54,6 +54,10 @@ def test_a_list(tmp_path: Path) -> None:
         SourceSpec("/abs/b", 0.5, 9, str(tmp_path / "m")),
         SourceSpec("z.json", 1.0, 5),
     ]
+    assert [source.media_root for source in parse_sources(path, media_root="r")] == [
+        "r",
+        str(tmp_path / "m"),
+    ]
     for text, message in [
         ("[source", "not valid TOML"),
         ("x = 1", r"it must hold \[\[source\]\] tables and nothing else"),
@@ -97,6 +101,19 @@ def test_weights_and_limits_while_training(
         pytest.raises(DataError, match="other data"),
     ):
         loader.load_state_dict(state)
+
+
+def test_weights_say_nothing_of_held_out_data(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    for name in "ab":
+        records = [conversation(f"q {i}", "r", id=f"{name}{i}") for i in range(4)]
+        write_json(tmp_path / f"{name}.json", records)
+    index = scan_sources(f"{tmp_path}/a.json:0.5,{tmp_path}/b.json:2", processor, spec, 64)
+    options: dict[str, Any] = {"pack_length": 64, "global_batch": 1, "decodes": no_media}
+    with open_loader(index, processor, spec, once=True, **options) as loader:
+        seen = [loader.next_step()[0].sample_ids for _ in range(loader.steps_per_epoch)]
+    assert sorted(id for ids in seen for id in ids) == sorted(index.ids)
 
 
 def test_epochs_without_a_sample_are_passed_over(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain import cli
 from vlmtrain.data.check import check
-from vlmtrain.data.stats import plot_stats, render_stats, stats
+from vlmtrain.data.stats import Stats, plot_stats, render_stats, stats
 
 
 def test_duplicates_are_warnings(tmp_path: Path) -> None:
@@ -21,6 +23,30 @@ def test_duplicates_are_warnings(tmp_path: Path) -> None:
         "2 samples are the same but for their id: a, b",
     ]
     assert report.render().splitlines()[0] == "warning: 2 samples have the id 'a'"
+    records = [conversation("q", "r", id=name) for name in "abcdefg"]
+    report = check([write_json(tmp_path / "c.json", records)])
+    assert report.warnings == ["7 samples are the same but for their id: a, b, c, d, e, ..."]
+
+
+def test_counts_of_samples_media_and_problems(tmp_path: Path, model_folder: Path) -> None:
+    save_image(tmp_path / "cup.png", 56, 56)
+    (tmp_path / "film").mkdir()
+    for number in range(4):
+        save_image(tmp_path / "film" / f"{number}.png", 56, 56)
+    two, film = {"images": ["cup.png"] * 2}, {"video": "film"}
+    good = [conversation("<image><image>", "r", **two), conversation("<video>", "r", **film)]
+    good.append(conversation("<image>", "s", image="cup.png"))
+    bad = [conversation("<image>", "r", image="none.png"), conversation("word " * 900, "r")]
+    bad += [conversation("<image>", "r", **two), conversation("q", "r", image="cup.png")]
+    bad += [conversation("q", id=name) for name in "ab"]
+    source = write_json(tmp_path / "c.json", [*good, *bad])
+    report = check([source], model=model_folder, pack_length=512)
+    tokens = stats([write_json(tmp_path / "good.json", good)], model_folder)
+    assert report.render().splitlines()[-1] == (
+        f"9 samples, 3 images, 1 video, {tokens.text_tokens.sum() + tokens.image_tokens.sum()} "
+        "tokens: 6 problems (1 with broken or missing media, 2 whose marks do not match the "
+        "media, 1 too long, 2 otherwise wrong)"
+    )
 
 
 def test_the_largest_samples(tmp_path: Path, model_folder: Path) -> None:
@@ -61,6 +87,32 @@ def test_stats_by_hand(tmp_path: Path, model_folder: Path) -> None:
     assert f"{tokens:,}" in render_stats(actual)
     assert plot_stats(actual, tmp_path / "plot") == tmp_path / "plot.png"
     assert (tmp_path / "plot.png").is_file()
+
+
+def test_how_much_costs_of_packs_differ(tmp_path: Path, model_folder: Path) -> None:
+    """Three packs of a sample of like length each; what is answered passes the head too."""
+    words = "word " * 20
+    records = [conversation(words, "r"), conversation("q", words), conversation(words, "r")]
+    source = write_json(tmp_path / "c.json", records)
+    lengths = stats([source], model_folder).text_tokens
+    actual = stats([source], model_folder, pack_length=int(lengths.max()))
+    assert actual.packs == 3 and lengths.max() < 1.1 * lengths.min()
+    spread = actual.costs.std() / actual.costs.mean()
+    assert actual.spread == pytest.approx(spread, rel=0.01) and spread > 0.2
+    assert f"costs within {actual.spread:.1%} (standard deviation)" in render_stats(actual)
+
+
+def test_the_table_of_quantities() -> None:
+    """Of 0, 10, ... 1,000 each per cent is a value."""
+    values = np.random.permutation(101) * 10
+    table = render_stats(Stats(values, 2 * values, 3 * values, values, 1000, 0, 50, 1.0, 0.0))
+    rows = dict(re.findall(r"(\w+ \w+) +│([\d ,│]+)│\n", table))
+    cells = {name: [int(n) for n in re.findall(r"\d+", row.replace(",", ""))]
+             for name, row in rows.items()}  # fmt: skip
+    once = [50500, 500, 50, 500, 950, 990, 1000]
+    assert cells["text tokens"] == cells["target tokens"] == once
+    assert cells["image tokens"] == [2 * n for n in once]
+    assert cells["all tokens"] == [3 * n for n in once]
 
 
 def test_samples_longer_than_a_pack_are_counted(tmp_path: Path, model_folder: Path) -> None:

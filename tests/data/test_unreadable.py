@@ -105,6 +105,25 @@ def test_skip_counts_for_nothing_and_changes_no_shape(
     assert actual == 1
 
 
+def test_what_is_left_out_has_places_of_its_kinds(
+    tmp_path: Path, pictures: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Those of an image and of a video, by which they are counted."""
+    media = {"image": "p3.jpg", "video": ["p0.jpg", "p0.jpg"]}
+    records = [conversation("<image> and <video>?", "one", id="a", **media)]
+    path = write_json(tmp_path / "c.json", records)
+    index = scan_sources([path], processor, spec, PACK, media_root=pictures)
+    ids = []
+    for edited in (0, 1):
+        index.crc[0] += edited
+        with loader_of(index, processor, spec, unreadable="skip") as loader:
+            (batch,) = loader.next_step()
+            assert loader.skipped == edited
+        ids.append(batch.input_ids[batch.visual_index >= 0].tolist())
+    assert ids[0] == ids[1]
+    assert set(ids[0]) == {spec.image_token_id, spec.video_token_id}
+
+
 def test_the_limit(index: SampleIndex, processor: Processor, spec: ModelSpec) -> None:
     folder = Path(index.sources[0].path).parent
     (folder / "p3.jpg").unlink()  # of c and d

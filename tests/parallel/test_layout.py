@@ -104,6 +104,7 @@ def test_text_layout_for_megatron():
             ["[10, 10]", "sum to 28", "20"],
         ),
         (dict(world_size=2, pipeline=2, text_layers=[28]), ["2 numbers", "1 that"]),
+        (dict(world_size=2, pipeline=2, text_layers=[30, -2]), ["[30, -2]", "at least 0"]),
         (dict(world_size=2, pipeline=2, vision_layers=[0, 32]), ["stage 0"]),
         (
             dict(world_size=4, pipeline=4, vision_layers=[16, 0, 16, 0]),

@@ -215,6 +215,14 @@ def check(
         # behind the last layer's attention are the tokens with a loss, and no others
         seen, due = result.get("rows", ((), ()))
         assert list(seen) == list(due), case
+        # images are encoded in the fewest pieces within the bound, but for a larger image
+        for pieces in result.get("pieces", ()):
+            most = case.more["vision_piece"]
+            assert all(len(piece) == 1 or sum(piece) <= most for piece in pieces), (
+                f"{pieces} {case}"
+            )
+            joined = (sum(one) + other[0] for one, other in itertools.pairwise(pieces))
+            assert all(size > most for size in joined), f"{pieces} {case}"
         # a pack without images costs nothing in the tower
         assert result.get("tower_runs") == result.get("tower_runs_due"), case
         assert result["loss"] == pytest.approx(loss, rel=1e-6), case

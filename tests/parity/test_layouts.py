@@ -88,5 +88,7 @@ def test_layouts(size, cut, references, tmp_path):
             cases.append(case._replace(name=f"{case.name} recompute", more=more))
         if case.stream == "mixed":
             case.more.update(_OPTIMIZERS.get((case.family, case.name), {}))
+            if "multiplexed" in case.name:
+                case.more["vision_piece"] = 60  # patches; images have 4 to 216
             case.more["host_questions"] = True  # and where logits are made
     check(cases, size, references, tmp_path)

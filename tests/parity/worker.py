@@ -59,6 +59,7 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
         dtype=case.get("dtype", torch.float32),
         recompute=RecomputeSection(**case.get("recompute", {})),
         lora=LoraSection(**case.get("lora", {})),
+        vision_piece=case.get("vision_piece", ParallelSection.vision_piece),
     )
     load_weights(engine.parts, spec, case["model"])
     section = OptimizerSection(
@@ -272,6 +273,10 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         save_adapters(engine.exported, lora, files, case["adapter"] / "before")
     if not case.get("only_steps"):
         result["loss"], result["gradients"] = gradients(share(0))
+        if case.get("vision_piece"):  # patches of the media that each rank encodes at once
+            pieces = [grids.prod(1).tolist() for grids in engine.multiplexer.grids]
+            result["pieces"] = [None] * dist.get_world_size()
+            dist.all_gather_object(result["pieces"], pieces)
         if case.get("unpacked"):
             alone = [ref.pack([s], length) for p in packs for s in p]
             result["unpacked_loss"], result["unpacked_gradients"] = gradients(alone)

@@ -19,14 +19,17 @@ from tests.released import released_config, released_spec
 from vlmtrain import cli
 from vlmtrain.core import config as configuration
 from vlmtrain.core.config import FreezeSection, LoaderSection, LoraSection, MediaSection
-from vlmtrain.core.errors import UserError
+from vlmtrain.core.errors import UserError, shown
 from vlmtrain.data.index import scan_data
 from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.data.processor import Processor
+from vlmtrain.models import flops
 from vlmtrain.models.family import read_spec
-from vlmtrain.parallel.layout import section_layout
+from vlmtrain.parallel.layout import make_layout, section_layout
 from vlmtrain.plan import hardware, schedule, workload
-from vlmtrain.plan.command import compact, plan
+from vlmtrain.plan.command import compact, plan, to_toml
+from vlmtrain.plan.heaviest import Loads, fullest
+from vlmtrain.plan.search import search
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,105 @@ def test_lengths_of_real_data(
     )
     assert planned.lengths.tolist() == trained.lengths.tolist()
     assert planned.grids.tolist() == trained.grids.tolist() == [[1, 8, 8]]
+
+
+def test_the_fullest_step_is_that_of_the_recipe(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that fits with a part of its optimizer offloaded, on two GPUs, where steps need
+    three times the planned memory."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"head_dim": 32, "hidden_size": 2048, "intermediate_size": 2**18}
+    config |= {"num_hidden_layers": 1}
+    config["vision_config"]["out_hidden_size"] = 2048
+    (model / "config.json").write_text(json.dumps(config))
+    gpu = tmp_path / "gpu.toml"
+    gpu.write_text('base = "h100"\nstep_memory = 3.0\nmemory_gb = 24.0\ngpus_per_node = 1\n')
+    turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat, I think."}]
+    samples = [{"id": f"s{i}", "conversations": turns * (i % 5 + 1)} for i in range(60)]
+    samples[21]["conversations"] = turns * 9  # type: ignore[assignment]
+    data = tmp_path / "talk.json"
+    data.write_text(json.dumps(samples))
+    asked: Any = {"data": str(data), "output": tmp_path / "out", "pack_length": 300}
+    loader = LoaderSection(packing="none")
+    plan(model, 2, str(gpu), **asked, global_batch_packs=8, loader=loader)
+    (said,) = re.findall("^Fullest in .*$", capsys.readouterr().out, re.M)
+
+    blank = configuration.TrainConfig(model=Path(), data="", output=Path("o"))
+    recipe = configuration.from_toml(tmp_path / "out" / "plan.toml", blank)
+    spec = read_spec(model)
+    layout = section_layout(spec, recipe.parallel, 2)
+    assert recipe.optimizer.offload_fraction > 0 and layout.data > 1
+    index = workload.read_index(str(data), model, spec, 300, recipe.loader, recipe.media)
+    options = {"pack_length": 300, "global_batch": 8, "seed": recipe.train.seed}
+    sampler = Sampler(index, spec, "none", **options, ranks=layout.data)  # type: ignore[arg-type]
+    steps = [*sampler.steps(Position(), sampler.steps_per_epoch)]
+    loads = Loads.of(steps, index, spec, layout)
+    peak = fullest(recipe, spec, layout, loads, True, 3.0)
+    assert said == (
+        f"Fullest in the first epoch of seed 0: step {peak.step} of {len(steps)}, "
+        f"{peak.bytes / 1e9:.0f} GB on pipeline rank {peak.stage}, by "
+        f"{shown(peak.ids(sampler, loads))}"
+    )
+    assert said.endswith("by s21")
+    assert peak.bytes > 1e9 + fullest(recipe, spec, layout, loads, True).bytes
+
+
+def test_all_that_was_chosen_reaches_the_recipe(small: Path, tmp_path: Path) -> None:
+    spec, gpu = read_spec(small), hardware.find_gpu("h100")
+    packs = workload.make_packs(workload.typical(spec), spec, 8192)
+    ranking = search(spec, gpu, 8, packs, 16)
+    layout = make_layout(
+        spec, world_size=8, tensor=2, pipeline=2, virtual_pipeline=2, sequence=True
+    )
+    blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
+    for expert in (1, 2):
+        option = dataclasses.replace(
+            ranking.best.option,
+            layout=dataclasses.replace(layout, expert=expert),
+            recompute_vision="full",
+            recompute_text="selective",
+            offload=0.5,
+        )
+        chosen = dataclasses.replace(ranking.best, option=option)
+        path = tmp_path / "plan.toml"
+        path.write_text(to_toml(ranking, chosen, path, small, None, {}, "a model"))
+        read = configuration.from_toml(path, blank)
+        assert section_layout(spec, dataclasses.replace(read.parallel, expert=1), 8) == layout
+        assert read.parallel.expert == expert
+        assert read.recompute == configuration.RecomputeSection("full", "selective")
+        assert read.optimizer.offload_fraction == 0.5
+        assert (read.train.pack_length, read.train.global_batch_packs) == (8192, 16)
+
+
+def test_the_table_says_what_the_figures_say(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(small, 4, "h100", output=tmp_path, global_batch_packs=16)
+    printed = capsys.readouterr().out
+    best = json.loads((tmp_path / "plan.json").read_text())["best"]
+    rows = re.findall(r"^\d[ *] +(.*)$", printed, re.M)
+    kinds = set()
+    for row, p in zip(rows, best, strict=True):
+        memory = [rank["total"] / 1e9 for rank in p["memory_bytes"]]
+        imbalance = p["stage_imbalance"] + p["data_imbalance"]
+        imbalance += p["stage_imbalance"] * p["data_imbalance"]
+        assert row.split()[:8] == [
+            f"{p['step_seconds']:.2f}",
+            f"{p['tokens_per_second_per_gpu']:,.0f}",
+            f"{p['mfu']:.1%}",
+            f"{p['uncertainty']:.0%}",
+            f"{p['bubble']:.1%}",
+            f"{imbalance:.1%}",
+            f"{p['communication']:.1%}",
+            f"{min(memory):.0f}-{max(memory):.0f}",
+        ]
+        layout = p["layout"]
+        kinds.add((layout["tensor"], layout["pipeline"], layout["multiplexed"]))
+    assert len(kinds) == len(rows) > 2
+    assert any(p["stage_imbalance"] > 0.01 for p in best)
 
 
 def test_recipe_of_a_folder_with_any_name(small: Path, tmp_path: Path) -> None:
@@ -323,6 +425,25 @@ def test_bad_histograms(text: str, message: str, small: Path, tmp_path: Path) ->
         plan(small, 8, "h100", length_histogram=path, output=tmp_path / "out")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_forms_of_a_histogram(small: Path, tmp_path: Path) -> None:
+    """Three samples of 100 tokens: with grids and targets, with 40 of images, with the usual share;
+    then one of half images. What is not said to be a target is a share of what is no image."""
+    spec, path = read_spec(small), tmp_path / "h.json"
+    grids = {"tokens": 100, "grids": [[1, 8, 8], [2, 4, 4]], "target_tokens": 7}
+    path.write_text(json.dumps([grids, {"tokens": 100, "image_tokens": 40}, 100]))
+    read = workload.read_histogram(path, spec)
+    usual = int(100 * flops.IMAGE_SHARE)
+    assert read.tokens == [100] * 3
+    assert read.targets == [7, *(round(flops.TARGET_SHARE * n) for n in (60, 100 - usual))]
+    assert read.grids[0] == [(1, 8, 8), (2, 4, 4)]
+    visual = [sum(t * h * w for t, h, w in one) // 4 for one in read.grids]
+    assert visual[0] == 24 and 36 < visual[1] <= 40 and usual - 4 < visual[2] <= usual
+    path.write_text('{"lengths": [100], "image_share": 0.5}')
+    half = workload.read_histogram(path, spec)
+    assert half.targets == [round(flops.TARGET_SHARE * 50)]
+    assert 46 < sum(t * h * w for t, h, w in half.grids[0]) // 4 <= 50
 
 
 def test_missing_histogram_names_the_nearest(small: Path, tmp_path: Path) -> None:

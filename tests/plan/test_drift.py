@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 
 from tests.released import released_spec
-from vlmtrain.core.config import TrainConfig, TrainSection
+from vlmtrain.core.config import (
+    FreezeSection,
+    LoaderSection,
+    LoraSection,
+    RecomputeSection,
+    TrainConfig,
+    TrainSection,
+)
 from vlmtrain.models.flops import Work
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import hardware
@@ -120,6 +128,40 @@ def test_the_plan_is_printed_and_compared(
     compute = expected["compute"] + expected["tensor"]
     assert compute == pytest.approx(0.9 * slow, rel=0.1)  # communication does not scale
     assert run.facts()["plan"]["step_seconds"] == run.plan.step_seconds
+
+
+def test_a_plan_has_the_options_of_its_run(tmp_path: Path) -> None:
+    """Each changes the time of a step, the states or the activations as it must."""
+    run = monitor(tmp_path, None)
+
+    def planned(gpu: str = "h100", layout: Any = run.layout, **sections: Any) -> Any:
+        config = dataclasses.replace(run.config, **sections)
+        kind = dataclasses.replace(hardware.find_gpu("h100"), name=gpu)
+        lengths = drift.workload.from_index(_Index(300), "data")
+        plan = drift.plan_of_run(config, SPEC, layout, kind, lengths)
+        sums = ([getattr(rank, name) for rank in plan.memory] for name in ("states", "activations"))
+        return plan.step_seconds, *map(sum, sums)
+
+    seconds, states, kept = planned()
+    train, section = run.config.train, run.config.optimizer
+    frozen = planned(freeze=FreezeSection(language=True))
+    assert frozen[0] < seconds and frozen[1] < states
+    adapters = planned(lora=LoraSection(rank=8))
+    assert adapters[0] < seconds and adapters[1] < 0.3 * states
+    for level in (RecomputeSection("full", "none"), RecomputeSection("none", "full")):
+        again = planned(recompute=level)
+        assert again[0] > seconds and again[1] == states and again[2] < kept
+    offloaded = planned(optimizer=dataclasses.replace(section, offload_fraction=1.0))
+    assert offloaded[0] > seconds and offloaded[1] < 0.6 * states and offloaded[2] == kept
+    exact = planned(train=dataclasses.replace(train, precision="fp32"))
+    # 4 of weights, 4 of gradients and 8 bytes over 2 replicas; 2, 4 and 12
+    assert exact[1] == pytest.approx(states * (8 + 8 / 2) / (6 + 12 / 2), rel=1e-3)
+    assert exact[2] > 1.5 * kept
+    assert planned(gpu="cpu")[2] != kept
+    half = planned(train=dataclasses.replace(train, global_batch_packs=8))
+    assert half[0] < 0.7 * seconds
+    alone = planned(loader=LoaderSection(packing="none"))
+    assert alone[0] < 0.5 * seconds  # of packs with one sample each
 
 
 def test_a_run_within_its_plan_writes_no_file(

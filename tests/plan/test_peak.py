@@ -213,6 +213,26 @@ def test_another_layout_is_named_and_not_set() -> None:
     assert "--train.fit auto" not in said
 
 
+@pytest.mark.parametrize(("packs", "named"), [(9, 6), (6, 3)])
+def test_a_layout_that_is_named_deals_the_global_batch(packs: int, named: int) -> None:
+    """Two replicas share 6 packs, but not 9."""
+    deep = replace(SPEC, num_layers=6)
+    section = replace(SECTION, fit="auto", global_batch_packs=packs)
+    config = replace(SAVING, train=section)
+
+    def dealt(layout: Layout) -> Loads:
+        """Of text alone: the model's states are most of it."""
+        of = loads(2, layout.data, packs // layout.data)
+        return replace(of, patches=0 * of.patches, largest=0 * of.largest)
+
+    layout, three = (
+        make_layout(deep, world_size=6, pipeline=n, vision_layers="auto") for n in (2, 3)
+    )
+    room = fullest(config, deep, three, dealt(three), True).bytes
+    with pytest.raises(UserError, match=f"--parallel.pipeline {named} "):
+        fit(config, deep, layout, dealt, room, lambda *_: "a", True)
+
+
 def test_what_a_rehearsal_has_measured_corrects_the_plan() -> None:
     """Of a step's memory, not of the states; on the rank that is furthest off."""
     layout = make_layout(SPEC, world_size=2, pipeline=2)

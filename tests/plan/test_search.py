@@ -268,6 +268,36 @@ def test_the_quick_estimate_does_not_lose_the_best(seven: ModelSpec, packs: work
     assert actual.best.step_seconds <= min(p.step_seconds for p in total) * 1.001
 
 
+def test_offload_needs_room_on_the_host(seven: ModelSpec, packs: workload.Packs) -> None:
+    gpu = hardware.find_gpu("h100")
+    option = costs.Option(make_layout(seven, world_size=1), 4, "full", "full")
+    model = costs.CostModel(seven, gpu, packs)
+    fitted, _ = search._fit(model, option)
+    assert fitted is not None and fitted.offload > 0
+    need = max(rank.host for rank in model.rank_memory(fitted)) / 1e9
+    # 12 bytes of each parameter that is offloaded
+    count = sum(flops.parameter_counts(seven).values())
+    assert need == pytest.approx(12e-9 * fitted.offload * count, rel=1e-3)
+    for room in (1.01 * need, 0.99 * need):
+        less = dataclasses.replace(gpu, host_memory_gb=room)
+        fits = search._fit(costs.CostModel(seven, less, packs), option)[0] is not None
+        assert fits == (room > need)
+
+
+def test_imbalance_of_stages(seven: ModelSpec, packs: workload.Packs) -> None:
+    """The busiest rank over the mean: three fifths of the layers of text on the first of two."""
+    words = dataclasses.replace(packs, work=packs.work * (np.arange(6) != workload.PATCHES))
+    words.work[:, 3:5] = 0  # no pairs of patches either
+    model = costs.CostModel(seven, hardware.find_gpu("h100"), words)
+    layout = make_layout(seven, world_size=2, pipeline=2, multiplexed=True, text_layers=[17, 11])
+    option = costs.Option(layout, 8)
+    ranks = (model.stage_costs(option) @ model.mean).sum(1)
+    first, second = ranks
+    imbalance = search.predict(model, option, 2).stage_imbalance
+    assert first > second
+    assert imbalance == pytest.approx((first - second) / (first + second))
+
+
 def test_predictions_are_consistent(seven: ModelSpec, packs: workload.Packs) -> None:
     gpu = hardware.find_gpu("h200")
     actual = search.search(seven, gpu, 32, packs, 64)
@@ -339,6 +369,13 @@ def test_recompute_adds_one_forward_pass(seven: ModelSpec, packs: workload.Packs
     share = units["text_mlp"][costs.COMPUTE_F, 0] / units["text"][costs.COMPUTE_F, 0]
     assert mlp == 3 * seven.hidden_size * seven.intermediate_size
     assert share == pytest.approx(mlp / table_of(seven).text_layer.weights)
+
+
+def test_the_usual_global_batch() -> None:
+    """2 a GPU; halved while it is above 4,096 and even, doubled while it is below 64."""
+    gpus = (1, 3, 31, 32, 100, 2048, 3000, 4096, 4097, 10_000, 32_768)
+    batches = (64, 96, 124, 64, 200, 4096, 3000, 4096, 4097, 2500, 4096)
+    assert tuple(map(search.default_global_batch, gpus)) == batches
 
 
 def test_thousands_of_gpus_in_seconds() -> None:

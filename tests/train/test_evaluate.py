@@ -295,6 +295,27 @@ def test_mistakes(
         assert word in error[0]
 
 
+def test_samples_that_can_not_be_read_do_not_count(model, conversations, tmp_path) -> None:
+    """One is missing when the data are scanned, another turns out to be cut short."""
+    samples = json.loads(conversations.read_text())
+    bad = [sample for sample in samples if len(sample.get("image", ())) == 1][:2]
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps([sample for sample in samples if sample not in bad]))
+    whole = Path(bad[1]["image"][0]).read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) * 6 // 10])
+    bad[0]["image"], bad[1]["image"] = ["missing.jpg"], [str(tmp_path / "cut.jpg")]
+    data, output = tmp_path / "c.json", tmp_path / "out"
+    data.write_text(json.dumps(samples))
+    arguments = ["evaluate", f"--model={model}", f"--data={data}", f"--output={output}"]
+    arguments += ["--pack_length=160", "--loader.workers=0", "--loader.no_verify"]
+    assert cli.main([*arguments, "--loader.unreadable=skip"]) == 0
+    loss, targets = reference(model, good)
+    actual = scores(output)["heldout"]
+    assert (actual["samples"], actual["skipped"]) == (10, 2)
+    assert actual["target_tokens"] == targets
+    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
+
+
 def test_options_of_both_kinds(model, conversations, questions, tmp_path, monkeypatch) -> None:
     """Held-out data and questions are seen with the template, system prompt and sizes asked for."""
     seen: list[dict[str, Any]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from tests.plan.megatron_worker import make_batch
 from tests.ranks import run_cases
 from tests.train.ledger_worker import DELAY, PACKS
 from vlmtrain.core import files
-from vlmtrain.core.config import TrainSection
+from vlmtrain.core.config import LoraSection, RecomputeSection, TrainSection
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.progress import time_left
 from vlmtrain.models import flops
 from vlmtrain.models.family import parse_spec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan.hardware import Peak
 from vlmtrain.telemetry import ledger
 from vlmtrain.telemetry.ledger import ROWS, Ranks, waterfall
 from vlmtrain.telemetry.metrics import Metrics, check_wandb
@@ -240,6 +244,73 @@ def test_padding_and_utilization_of_a_row(measured: dict[str, Any]) -> None:
         )
         assert step["hardware_flops"] == 2 * PACKS * again
         assert step["tokens_per_second_per_gpu"] == pytest.approx(PACKS * 40 / step["seconds"])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("tower", ["on a stage", "multiplexed"])
+def test_a_row_by_hand(tower: str, rank: int) -> None:
+    """Two replicas of two stages in a step of 2 s; a tenth of the tokens is padding."""
+    spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())
+    work = flops.Work.of([450, 450], [[1, 8, 12]], spec.vision, targets=300)
+    padded = work + flops.Work(100, 100 * 101 // 2)
+    ranks = table(
+        step=[2, 2, 2, 2],
+        passes=[2, 2, 2, 2],
+        compute=[1.0, 1.5, 2.0, 0.5],
+        replica=[0, 0, 1, 1],
+        stage=[0, 1, 0, 1],
+        memory=[3e9, 2e9, 4e9, 1e9],
+    )
+    result: Any = SimpleNamespace(
+        ranks=ranks, work=work, padded_work=padded, tokens=900, samples=6, images=1, videos=0
+    )
+    layout = make_layout(spec, world_size=4, pipeline=2, multiplexed=tower == "multiplexed")
+    again = RecomputeSection("full", "selective")
+    lora = LoraSection(rank=rank)
+    one = ledger.Ledger(spec, layout, Peak(1e12, "the peak"), lora=lora, recompute=again)
+    row = one.row(result, 2.0, 0.0)
+    counted = flops.count(spec, padded, lora=lora, recomputed=["vision", "language"])
+    executed = flops.hardware_flops(
+        counted, recompute=["vision"], selective=["language"], multiplexed=layout.multiplexed
+    )
+    model = flops.count(spec, work, lora=lora).total
+    assert (row["model_flops"], row["hardware_flops"]) == (model, executed)
+    assert row["mfu"] == pytest.approx(row["model_flops"] / 2 / 4 / 1e12)
+    assert row["hfu"] == pytest.approx(executed / 2 / 4 / 1e12)
+    share = 1 - model / flops.count(spec, padded, lora=lora).total
+    assert row["waterfall"]["padding"] == pytest.approx(1.25 * share)
+    assert (row["tokens_per_second_per_gpu"], row["samples_per_second"]) == (900 / 8, 3)
+    assert row["replica_balance"] == pytest.approx(1)  # 1.25 s and 1.25 s
+    assert row["stage_balance"] == pytest.approx(1.5 / 1.25)  # 1.5 s and 1 s
+    assert row["memory_gb"] == [4, 2] and row["peak_memory_gb"] == 4
+    assert row["straggler_rank"] == 2 and "aux_loss" not in row
+
+
+def test_lines_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third step and the last; what is left by the mean of the steps; padding's share of all
+    tokens; the board has every step, and of a run that went back no step twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result: Any = SimpleNamespace(
+        loss=2.5, grad_norm=1.0, tokens=900, target_tokens=300, image_tokens=50, pad_tokens=100
+    )
+    for resumed, last in ((0, 4), (2, 7)):
+        metrics = Metrics(tmp_path, resumed, 7, 3)
+        for step in range(resumed + 1, last + 1):
+            metrics.step(step, result, 1e-5 * step, 60.0 + 60 * (step % 2))
+        metrics.close()
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in printed] == ["3/7", "3/7", "6/7", "7/7"]
+    left = [" ".join(line[line.index("padding") + 1 :]) for line in printed]
+    assert left[0] == f"10.0% {time_left(4 * 100)} left" and left[-1] == "10.0%"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert {row["padding_share"] for row in rows} == {0.1}
+    assert [row["tokens_per_second"] for row in rows[:2]] == [900 / 120, 900 / 60]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    rates = [(event.step, event.value) for event in board.Scalars("train/lr")]
+    assert rates == [(step, pytest.approx(1e-5 * step)) for step in range(1, 8)]
 
 
 def test_a_resumed_run_goes_on_in_its_wandb_run(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.step_plans import make_index
 from tests.parity.reference import make_model
+from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import OptimizerSection, RecomputeSection, TrainConfig, TrainSection
 from vlmtrain.core.device import Backend
 from vlmtrain.core.errors import UserError
@@ -26,6 +28,7 @@ from vlmtrain.plan.hardware import find_gpu
 from vlmtrain.plan.heaviest import fullest
 from vlmtrain.plan.peak import PeakModel
 from vlmtrain.telemetry.drift import write_gpu
+from vlmtrain.training import memory_plan
 from vlmtrain.training.memory_plan import MemoryPlan
 from vlmtrain.training.rehearsal import RankPeak, check_fits
 
@@ -146,7 +149,9 @@ def test_the_smallest_rank_has_the_room(tmp_path: Path, monkeypatch: pytest.Monk
     assert one._room() == 4e9
 
 
-def test_the_rehearsal_adds_what_a_schedule_brings_back(tmp_path: Path) -> None:
+def test_the_rehearsal_adds_what_a_schedule_brings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It measures with the share of its step; the least share comes later."""
     one = plan(tmp_path, 1e12, "refuse")
     one.backend = replace(one.backend, device=torch.device("cuda"))
@@ -160,6 +165,23 @@ def test_the_rehearsal_adds_what_a_schedule_brings_back(tmp_path: Path) -> None:
     section = OptimizerSection(offload_fraction=1.0, offload_schedule=("500:0.25", "800:0.5"))
     one.config = replace(one.config, optimizer=section)
     assert optimizer > 0 and one._comes_back() == [pytest.approx(0.75 * optimizer)]
+    own = (one.layout, one._loads(one.layout))
+    planned = fullest(one._now(), SPEC, *own, True, 1.5).bytes
+    before = BEFORE + PeakModel(one._now(), SPEC, one.layout, 0, cuda=True).states()
+    measured = before + 3 * (BEFORE + planned - before)
+    comes = 0.75 * optimizer
+    for capacity in (measured + 1.01 * comes, measured + 0.99 * comes):
+        peak = RankPeak(0, 0, before, BEFORE + planned, measured, capacity, 7, ["cup-1"])
+        monkeypatch.setattr(memory_plan, "rehearse", lambda *_, peak=peak: [peak])
+        one.factor = 1.5
+        engine: Any = SimpleNamespace(clock=Clock(False))
+        if capacity > measured + comes:
+            assert one.rehearse(engine, None, None) == [peak]
+        else:
+            needs = f"rank 0 needs {(measured + comes) / 1e9:.1f} GB in step 7 "
+            with pytest.raises(UserError, match=needs):
+                one.rehearse(engine, None, None)
+        assert one.factor == pytest.approx(4.5)  # what was known, and three times that
     one.position = Position(step=499)
     now = one._now().optimizer
     assert (now.offload_fraction, now.offload_schedule) == (0.25, ())

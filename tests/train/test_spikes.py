@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from vlmtrain.data.builder import PackBuilder
 from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.training import guard
 from vlmtrain.training.guard import SpikeGuard
+from vlmtrain.training.spikes import Origin
 
 
 @pytest.mark.slow
@@ -79,6 +81,14 @@ def test_a_loss_that_is_no_number_ends_the_run(model, conversations, tmp_path, m
     assert cli.main(options(model, conversations, tmp_path / "run", *more)) == 1
     printed = capsys.readouterr()
     assert "step 1: the loss is nan" in printed.err and "no update" not in printed.out
+
+
+def test_what_comes_first_in_a_pipeline() -> None:
+    """Of every pack stage 0 goes first forward, and the last stage first backward."""
+    events = [(0, 1, 0), (0, 1, 1), (0, 1, 2), (0, 2, 0), (1, 1, 2), (1, 1, 1), (1, 1, 0)]
+    in_time = [Origin(*event, "language model", "mlp", 0, ["a"]) for event in events]
+    drawn = random.sample(in_time, len(in_time))
+    assert sorted(drawn, key=lambda origin: origin.order) == in_time
 
 
 class Steps:

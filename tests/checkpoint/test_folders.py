@@ -1,0 +1,121 @@
+"""Hugging Face folders: what is read of their weights, and the files that a run writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.parity import reference as ref
+from tests.train.conftest import conversations, model, options  # noqa: F401
+from vlmtrain import cli
+from vlmtrain.checkpoint import convert
+from vlmtrain.checkpoint.hf import files, save
+from vlmtrain.checkpoint.hf.files import HFWeights, check_names
+from vlmtrain.checkpoint.mapping import WeightError
+from vlmtrain.checkpoint.model_folder import as_hf
+from vlmtrain.core.files import CheckpointError
+from vlmtrain.models.family import read_spec
+
+
+def test_a_tied_head_that_is_stored_too(tmp_path, monkeypatch) -> None:
+    """As some folders have it: it must be the words' weights, to the last row."""
+    tied = ref.make_model("qwen2_5_vl", tied=True, seed=torch.initial_seed() % 2**31)
+    folder = ref.save_model(tied, tmp_path / "tied")
+    spec, table = read_spec(folder), load_file(folder / "model.safetensors")
+    (name,) = (n for n in table if n.endswith("embed_tokens.weight"))
+    head = table[name].clone()
+    monkeypatch.setattr(files, "PIECE_BYTES", 2 * head.shape[1] * 7)  # rows that are read at once
+    for row, good in ((None, True), (0, False), (-1, False)):
+        changed = head.clone()
+        if row is not None:
+            changed[row, -1] += 1
+        save_file({**table, "lm_head.weight": changed}, folder / "model.safetensors")
+        weights = HFWeights(folder)
+        if good:
+            check_names(weights, spec)
+        else:
+            with pytest.raises(WeightError, match="lm_head.weight differs from model.embed_tok"):
+                check_names(weights, spec)
+    save_file({**table, "lm_head.weight": head[:-1].clone()}, folder / "model.safetensors")
+    with pytest.raises(WeightError, match="lm_head.weight differs from"):
+        check_names(HFWeights(folder), spec)
+
+
+def test_an_index_lists_what_is_there(tmp_path) -> None:
+    table = {name: torch.zeros(2) for name in "abcd"}
+    for number in (1, 2):
+        part = {name: table[name] for name in "abcd"[2 * number - 2 : 2 * number]}
+        save_file(part, tmp_path / f"{number}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+
+    def listed(**weight_map: str) -> HFWeights:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        return HFWeights(tmp_path)
+
+    one, two = "1.safetensors", "2.safetensors"
+    assert listed(a=one, b=one, c=two, d=two).names() == set("abcd")
+    with pytest.raises(WeightError, match=r"2.safetensors does not hold b, which model.*json list"):
+        listed(a=one, b=two, c=two, d=two)
+    with pytest.raises(
+        WeightError, match="1 of 3 weight files .* the first is 3.safetensors; down"
+    ):
+        listed(a=one, b=one, c=two, d="3.safetensors")
+
+
+def test_a_run_cuts_its_weights_into_files(
+    model,  # noqa: F811
+    conversations,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+) -> None:
+    """Each as large as may be; they hold what the run's checkpoint holds."""
+    most = 1_000_000
+    monkeypatch.setattr(save, "SHARD_BYTES", most)
+    run = tmp_path / "run"
+    more = ["--train.steps=1", "--loader.workers=0", "--train.global_batch_packs=2"]
+    assert cli.main(options(model, conversations, run, *more)) == 0
+    index = json.loads((run / "hf" / "model.safetensors.index.json").read_text())
+    sizes, tensors = [], {}
+    for path in sorted((run / "hf").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names = list(file.offset_keys())
+        part = load_file(path)
+        assert {index["weight_map"][name] for name in names} == {path.name}
+        sizes.append([part[name].nbytes for name in names])
+        tensors |= part
+    assert len(sizes) > 3 and tensors.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    assert all(sum(part) <= most or len(part) == 1 for part in sizes)
+    assert all(sum(one) + other[0] > most for one, other in pairwise(sizes))
+    convert.to_hf(run / "checkpoints" / "step-00000001", tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    for name, base in (("first", tmp_path), ("second", tmp_path / "first")):
+        (tmp_path / name).mkdir()
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+    work = tmp_path / "work"
+    work.mkdir()
+    with (
+        pytest.raises(CheckpointError, match="second: its base model .*first is an adapter itself"),
+        as_hf(tmp_path / "second", work),
+    ):
+        pass
+    assert not list(work.iterdir())
+    shutil.rmtree(tmp_path / "first")
+    with (
+        pytest.raises(WeightError, match="names the base model .*first', which is no folder here"),
+        as_hf(tmp_path / "second", work),
+    ):
+        pass

@@ -1,0 +1,164 @@
+"""What ranks exchange and what the optimizer moves, in seconds, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.released import released_spec
+from vlmtrain.core.config import FreezeSection
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan import costs, hardware, memory
+from vlmtrain.plan.workload import PATCHES, TARGETS, TOKENS, Packs
+
+# Nodes of 8: 400 GB/s between their GPUs, 40 GB/s a GPU to other nodes; half of it is reached.
+GPU = dataclasses.replace(
+    hardware.find_gpu("h100"),
+    nvlink_gbs=400.0,
+    network_gbs=40.0,
+    latency_us=10.0,
+    efficiency=hardware.Efficiency(link=0.5, memory=0.5),
+)
+LATENCY, INSIDE, OUTSIDE = 1e-5, 200e9, 20e9
+# Packs of 8,000 tokens, 6,000 of them of images, and 1,000 targets.
+PACKS = Packs(
+    np.array([[8000, 8000 * 8001 / 2, 24000, 24000.0 * 4000, 24000.0 * 64, 1000]]), 8192, ""
+)
+SPECS = {name: released_spec(name) for name in ("qwen2_5_vl-7b", "qwen2_vl-2b", "qwen3_vl_moe-30b")}
+SEVEN, MIXTURE = SPECS["qwen2_5_vl-7b"], SPECS["qwen3_vl_moe-30b"]
+
+
+def model(spec: ModelSpec = SEVEN, gpu: hardware.Gpu = GPU, **more: Any) -> costs.CostModel:
+    return costs.CostModel(spec, gpu, PACKS, **more)
+
+
+def fullest(spec: ModelSpec, layout: Layout) -> int:
+    """Parameters of the fullest stage, experts left out."""
+    return max(memory.stage_parameters(spec, layout, s).count for s in range(layout.stages))
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "rate"),
+    [
+        (8, 2, INSIDE),  # 4 ranks, every second one, fill a node
+        (16, 2, 4 * OUTSIDE),  # of each node 4 ranks, which send at the same time
+        (32, 4, 2 * OUTSIDE),
+        (64, 1, 8 * OUTSIDE),
+    ],
+)
+def test_reduction_of_gradients(world: int, tensor: int, rate: float) -> None:
+    """Scattered in float32, gathered in bf16; of 7B all ranks but one share a GPU's."""
+    layout = make_layout(SEVEN, world_size=world, tensor=tensor)
+    n = layout.data
+    seconds = 6 * fullest(SEVEN, layout) * (n - 1) / n / rate
+    got = model().data_parallel_seconds(costs.Option(layout, 4))
+    assert got == pytest.approx(seconds, rel=1e-6)
+    exact = model(element=4).data_parallel_seconds(costs.Option(layout, 4))
+    assert exact == pytest.approx(seconds * 8 / 6, rel=1e-6)
+
+
+def test_reduction_of_a_multiplexed_tower_and_of_experts() -> None:
+    layout = make_layout(SEVEN, world_size=8, pipeline=4, multiplexed=True)
+    tower = memory.tower_parameters(SEVEN).count
+    seconds = 6 * (fullest(SEVEN, layout) / 2 + tower * 7 / 8) / INSIDE
+    got = model().data_parallel_seconds(costs.Option(layout, 8))
+    assert got == pytest.approx(seconds, rel=1e-6)
+
+    layout = make_layout(MIXTURE, world_size=8, expert=4)  # two ranks have the same experts
+    experts = memory.stage_experts(MIXTURE, layout, 0).count
+    seconds = 6 * (fullest(MIXTURE, layout) * 7 / 8 + experts / 2) / INSIDE
+    got = model(MIXTURE).data_parallel_seconds(costs.Option(layout, 8))
+    assert got == pytest.approx(seconds, rel=1e-6)
+
+
+def test_what_goes_on_to_the_next_stage() -> None:
+    """Hidden states of patches before the merger, of tokens behind it; with tied words both."""
+    text, vision = 2 * 8000 * SEVEN.hidden_size, 2 * 24000 * SEVEN.vision.hidden_size
+    layers: Any = {"vision_layers": [16, 16, 0, 0], "text_layers": [0, 8, 10, 10]}
+    layout = make_layout(SEVEN, world_size=4, pipeline=4, **layers)
+    got = model().transfers(costs.Option(layout, 8))
+    assert got == pytest.approx([size / INSIDE + LATENCY for size in (vision, text, text)])
+    apart = make_layout(SEVEN, world_size=16, pipeline=4, **layers)
+    got = model().transfers(costs.Option(apart, 8))
+    assert got == pytest.approx([size / OUTSIDE + LATENCY for size in (vision, text, text)])
+    parts = make_layout(SEVEN, world_size=8, tensor=2, pipeline=4, sequence=True, **layers)
+    got = model().transfers(costs.Option(parts, 8))
+    assert got == pytest.approx([size / 2 / INSIDE + LATENCY for size in (vision, text, text)])
+
+    small = SPECS["qwen2_vl-2b"]
+    assert small.tie_word_embeddings
+    layout = make_layout(small, world_size=2, pipeline=2, vision_layers=[16, 16])
+    both = 2 * (8000 * small.hidden_size + 24000 * small.vision.hidden_size)
+    got = model(small).transfers(costs.Option(layout, 8))
+    assert got == pytest.approx([both / INSIDE + LATENCY])
+
+    # DeepStack's sets, of rows of four patches
+    layers = {"vision_layers": [MIXTURE.vision.depth, 0], "text_layers": [0, MIXTURE.num_layers]}
+    layout = make_layout(MIXTURE, world_size=2, pipeline=2, **layers)
+    sets = len(MIXTURE.vision.deepstack_layers)
+    size = 2 * (8000 + sets * 6000) * MIXTURE.hidden_size
+    got = model(MIXTURE).transfers(costs.Option(layout, 8))
+    assert got == pytest.approx([size / INSIDE + LATENCY])
+
+
+def test_what_multiplexed_ranks_exchange() -> None:
+    """Rows to the embedding's two ranks, which share them out, and gradients back; none come back
+    to a tower that does not learn."""
+    gpu = dataclasses.replace(GPU, peak_tflops=1e12)  # computes in no time
+    layout = make_layout(SEVEN, world_size=8, tensor=2, pipeline=4, multiplexed=True)
+    option = costs.Option(layout, 16)
+    rows = 2 * 16 * 6000 * SEVEN.hidden_size * 7 / 8
+    seconds = rows / 2 / INSIDE + 8 * LATENCY
+    both = model(gpu=gpu).multiplexed_seconds(option)
+    assert both == pytest.approx((seconds, seconds), rel=1e-3)
+    frozen = FreezeSection(vision=True, merger=True)
+    there, back = model(gpu=gpu, freeze=frozen).multiplexed_seconds(option)
+    assert there == pytest.approx(seconds, rel=1e-3) and back == 0
+    _, back = model(gpu=gpu, freeze=FreezeSection(vision=True)).multiplexed_seconds(option)
+    assert back == pytest.approx(seconds, rel=1e-3)
+
+
+def test_what_the_optimizer_moves() -> None:
+    """Of each parameter 4 bytes of its gradient are cleared; of those of the rank's share 4 are
+    read for the norm and 30 for the update: gradient, weights and moments."""
+    layout = make_layout(SEVEN, world_size=8, pipeline=2)
+    stage = fullest(SEVEN, layout)
+    seconds = (4 * stage + 34 * stage / 4) / (GPU.memory_gbs * 1e9 * 0.5)
+    got = model().optimizer_seconds(costs.Option(layout, 8))
+    assert got == pytest.approx(seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_collectives_of_a_language_layer(sequence: bool) -> None:
+    """Without sequence parallelism two all-reduces either way; with it two gathers and two
+    scatters, and the gathers once more for the gradients of weights."""
+    seven, units = model(), model().units(2, sequence)
+    once = 2 * SEVEN.hidden_size / 2 / INSIDE + LATENCY / 8000
+    forward, backward = (units["text"][row, TOKENS] for row in (costs.COMM_F, costs.COMM_B))
+    assert forward == pytest.approx(4 * once)
+    assert backward == pytest.approx((6 if sequence else 4) * once)
+    columns = [PATCHES, TARGETS]
+    assert not units["text"][costs.COMM_F :, columns].any()
+    alone = seven.units(1, False)
+    assert not any(alone[name][..., costs.COMM_F :, :].any() for name in alone)
+    frozen = model(freeze=FreezeSection(True, True, True)).units(2, sequence)["text"]
+    assert frozen[costs.COMM_F, TOKENS] == forward and not frozen[costs.COMM_B].any()
+
+
+def test_rows_of_experts_are_exchanged() -> None:
+    """Each token's row goes to its experts and comes back, forward and backward."""
+    alone, shared = (model(MIXTURE).units(1, False, expert)["text"] for expert in (1, 4))
+    row = 2 * MIXTURE.hidden_size * MIXTURE.num_experts_per_tok * 3 / 4
+    once = row / INSIDE + LATENCY / 8000
+    difference = shared - alone
+    for direction in (costs.COMM_F, costs.COMM_B):
+        assert difference[direction, TOKENS] == pytest.approx(2 * once)
+    assert not difference[: costs.COMM_F].any()
+    apart = model(MIXTURE).units(1, False, 16)["text"] - alone
+    row = row / (3 / 4) * 15 / 16
+    assert apart[costs.COMM_F, TOKENS] == pytest.approx(2 * (row / OUTSIDE + LATENCY / 8000))
