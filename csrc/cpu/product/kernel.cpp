@@ -69,8 +69,8 @@ struct Block {
 template <class Math, class In, class Out>
 struct Product {
   using Element = typename Math::Element;
-  // Where tiles read a block of A: as rows lda apart, else by columns, of AVX2 a tile's rows at a
-  // time.
+  // Where tiles read a block of A: as rows lda apart, which dense ones that become float32 are
+  // packed as, else by columns, with AVX2 a tile's rows at a time.
   struct Left {
     const Element* data;
     ptrdiff_t lda;
@@ -100,30 +100,34 @@ struct Product {
     return std::clamp<int64_t>(p.columns / (6 * threads), kSliver, 4 * kSliver) / kSliver * kSliver;
   }
 
-  // Floats of a packed block of A, at most.
-  int64_t left_size(int64_t rows) const { return (depth + kWidth) * whole_vectors(rows); }
+  const bool packs_rows = Math::kStep == 1 && p.a_column == 1;
+  // Floats of a packed block of A, at most: odd_lines() adds up to 31.
+  int64_t left_size(int64_t rows) const { return (depth + 32) * whole_vectors(rows); }
 
   Left pack_a(int64_t panel, int64_t row, int64_t rows, Element* to) const {
     const In* const from = of_a(panel, row);
     const int64_t steps = steps_of(panel);
-    if constexpr (kAvx2) {
-      if (p.a_column == 1) {
-        pack_rows(from, p.a_row, rows, steps, to, whole_vectors(steps));
-      } else {
-        pack_tiles(from, p.a_column, rows, steps, to, tile_stride(steps));
+    const Left packed = packed_left(panel, rows, to);
+    if constexpr (Math::kStep == 1) {
+      if (packs_rows) {
+        pack_rows(from, p.a_row, rows, steps, to, packed.lda);
+        return packed;
       }
-    } else {
-      pack(from, p.a_row, p.a_column, rows, steps, to, whole_vectors(rows));
     }
-    return packed_left(panel, rows, to);
+    if constexpr (kAvx2) {
+      pack_tiles(from, p.a_column, rows, steps, to, packed.lda);
+    } else {
+      pack(from, p.a_row, p.a_column, rows, steps, to, packed.lda);
+    }
+    return packed;
   }
   Left left_in_place(int64_t panel, int64_t row) const {
     return {reinterpret_cast<const Element*>(of_a(panel, row)), p.a_row / Math::kStep, true};
   }
   Left packed_left(int64_t panel, int64_t rows, const Element* data) const {
-    if (!kAvx2) return {data, whole_vectors(rows), false};
-    if (p.a_column == 1) return {data, whole_vectors(steps_of(panel)), true};
-    return {data, tile_stride(steps_of(panel)), false};
+    const int64_t steps = steps_of(panel);
+    if (packs_rows) return {data, kAvx2 ? whole_vectors(steps) : odd_lines(steps), true};
+    return {data, kAvx2 ? odd_lines(kTileRows * steps) : whole_vectors(rows), false};
   }
 
   void pack_b(int64_t panel, int64_t column, int64_t n, Element* to) const {

@@ -20,9 +20,9 @@ constexpr int64_t kTileRows = tile_rows(kMaxTileVectors);
 
 VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
 VLMK_INLINE int64_t whole_vectors(int64_t n) { return parts(n, kWidth) * kWidth; }
-// With AVX2, floats from a packed tile of A to the next: an odd number of lines, so that tiles fall
-// into different sets of the first-level cache.
-VLMK_INLINE int64_t tile_stride(int64_t depth) { return 16 * (parts(kTileRows * depth, 16) | 1); }
+// n floats in an odd number of lines: packed rows or tiles so far apart fall into different sets of
+// the first-level cache.
+VLMK_INLINE int64_t odd_lines(int64_t n) { return 16 * (parts(n, 16) | 1); }
 
 // Four lines ahead in a row, of which several are read at once and transposed.
 template <class T>
@@ -85,7 +85,7 @@ VLMK_NOINLINE void pack_slivers(const In* from, int64_t step, int64_t n, int64_t
   }
 }
 
-// Dense rows (step == 1): element (i, k) at [i * ld + k], ld being whole vectors.
+// Dense rows (step == 1): element (i, k) at [i * ld + k].
 template <class In>
 VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t depth, float* to,
                              int64_t ld) {
