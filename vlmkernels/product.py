@@ -23,9 +23,9 @@ from vlmkernels._native import _C, DTYPES, describe, learning, pointer, take_thr
 TYPES = (torch.float32, torch.bfloat16)
 #: Rows, columns and depth from which ours is taken: packing costs less than it saves.
 SMALLEST = 64
-#: The same of bfloat16 with AVX2 alone: oneDNN has no products of it there, and torch's take up to
-#: 176 times as long as ours.
-AVX2_SMALLEST = 4
+#: The same of bfloat16 multiplied in float32. With AVX2 alone oneDNN has no products of it, and
+#: torch's take up to 176 times as long as ours; with AVX-512 1.2 to 5 times.
+WIDENED_SMALLEST = {"avx2": 4, "avx512": 8, "avx512_bf16": 8}
 #: Multiply-adds from which ours is taken on AMD's processors: of fewer torch's were faster.
 AMD_WORK = {
     ("avx2", torch.float32): 1 << 25,
@@ -34,7 +34,7 @@ AMD_WORK = {
     ("avx512_bf16", torch.bfloat16): 1 << 20,
 }
 #: The same of bfloat16 multiplied in float32.
-WIDENED_WORK = {"avx2": 1 << 15, "avx512": 1 << 22, "avx512_bf16": 1 << 22}
+WIDENED_WORK = 1 << 15
 #: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.
 TILE_WORK = {torch.float32: 1 << 26, torch.bfloat16: 1 << 28}
 #: On AMX in bfloat16 also from so many elements of a result on, in whole cache lines, where b is a
@@ -150,10 +150,14 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
         if dtype == torch.float32:
             return range(TILE_WORK[dtype], sys.maxsize)
         return range(sys.maxsize if transposed else TILE_WORK[dtype])
-    least = AMD_WORK.get((isa, dtype)) if _C.is_amd() else None
-    if least is None and dtype == torch.bfloat16:
-        least = WIDENED_WORK.get(isa)
-    return range(0) if least is None else range(least, sys.maxsize)
+    if _C.is_amd() and (isa, dtype) in AMD_WORK:
+        return range(AMD_WORK[isa, dtype], sys.maxsize)
+    return range(WIDENED_WORK, sys.maxsize) if _widens(isa, dtype) else range(0)
+
+
+def _widens(isa: str, dtype: torch.dtype) -> bool:
+    dots = _C.is_amd() and (isa, dtype) in AMD_WORK
+    return dtype == torch.bfloat16 and isa in WIDENED_SMALLEST and not dots
 
 
 def large_result_is_ours(isa: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
@@ -168,7 +172,7 @@ def large_result_is_ours(isa: str, dtype: torch.dtype, rows: int, columns: int, 
 
 def smallest(isa: str, dtype: torch.dtype) -> int:
     """Rows, columns and depth from which products are ours."""
-    return AVX2_SMALLEST if (isa, dtype) == ("avx2", torch.bfloat16) else SMALLEST
+    return WIDENED_SMALLEST[isa] if _widens(isa, dtype) else SMALLEST
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,7 @@ from vlmkernels.product import AMD_WORK, TILE_WORK, WIDENED_WORK
 ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
 
 #: Multiply-adds from which products of matrices are ours on every processor where they are at all.
-LARGE = max(TILE_WORK[torch.float32], *AMD_WORK.values(), *WIDENED_WORK.values())
+LARGE = max(TILE_WORK[torch.float32], *AMD_WORK.values(), WIDENED_WORK)
 
 
 @contextmanager
