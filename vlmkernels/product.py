@@ -150,14 +150,16 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
         if dtype == torch.float32:
             return range(TILE_WORK[dtype], sys.maxsize)
         return range(sys.maxsize if transposed else TILE_WORK[dtype])
-    if _C.is_amd() and (isa, dtype) in AMD_WORK:
-        return range(AMD_WORK[isa, dtype], sys.maxsize)
-    return range(WIDENED_WORK, sys.maxsize) if _widens(isa, dtype) else range(0)
+    if _widens(isa, dtype):
+        return range(WIDENED_WORK, sys.maxsize)
+    least = AMD_WORK.get((isa, dtype)) if _C.is_amd() else None
+    return range(0) if least is None else range(least, sys.maxsize)
 
 
 def _widens(isa: str, dtype: torch.dtype) -> bool:
-    dots = _C.is_amd() and (isa, dtype) in AMD_WORK
-    return dtype == torch.bfloat16 and isa in WIDENED_SMALLEST and not dots
+    """Whether products are of bfloat16 that becomes float32."""
+    by_dots = _C.is_amd() and (isa, dtype) in AMD_WORK
+    return dtype == torch.bfloat16 and isa in WIDENED_SMALLEST and not by_dots
 
 
 def large_result_is_ours(isa: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:

@@ -32,7 +32,7 @@ class ProductInPlace {
 
   // Tiles read a row of B, and a row or all columns of A, at each step: where those lie a page
   // apart and more, in both matrices, looking up pages costs more than packing, on Intel's cores in
-  // A alone (1.1 to 1.3x); and rows of B a number of pages apart fall into few sets of the caches.
+  // A alone (1.1 to 1.4x); and rows of B a number of pages apart fall into few sets of the caches.
   static bool takes(const ProductParams& p) {
     constexpr int64_t kPage = 4096 / sizeof(float);
     const bool columns_near = p.a_row == 1 && p.a_column < kPage;

@@ -4,8 +4,8 @@
 // second-level cache, and the next sliver and the next block's rows are fetched there. With
 // AVX-512, and of a narrow B with AVX2, dense rows of A that need no conversion are read where they
 // lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and beside it what a tile reads of
-// A: hence a smaller depth, and A packed row by row where its rows are dense, else a tile's rows at
-// a time.
+// A: hence a smaller depth, and columns of A packed a tile's rows at a time. Dense rows that are
+// packed as float32 are packed row by row.
 //
 // What the threads divide, run() says: ranges of A's rows, each thread packing for itself, where
 // there are many; else A's rows, or B's columns, and what is not divided is packed for all. In that
@@ -69,8 +69,8 @@ struct Block {
 template <class Math, class In, class Out>
 struct Product {
   using Element = typename Math::Element;
-  // Where tiles read a block of A: as rows lda apart, which dense ones that become float32 are
-  // packed as, else by columns, with AVX2 a tile's rows at a time.
+  // Where tiles read a block of A: dense rows as rows lda apart, in place or packed, others by
+  // columns, with AVX2 a tile's rows at a time.
   struct Left {
     const Element* data;
     ptrdiff_t lda;
