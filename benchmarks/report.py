@@ -282,7 +282,7 @@ WHOLE_STEP = (
 
 
 def _training(rows: list[Row]) -> list[str]:
-    """Tokens per second, where a row has them, and what its products alone would allow."""
+    """Tokens per second, where a row has them, and what its ceiling would allow."""
     out = []
     for row in rows:
         if row.tokens_per_second is None:
@@ -294,7 +294,7 @@ def _training(rows: list[Row]) -> list[str]:
         )
         limit = _ratio_at_ceiling(row)
         if (row.ceiling or "").startswith("products") and limit:
-            what = str(row.ceiling).split(",")[0]
+            what = str(row.ceiling).rsplit(",", 1)[0]
             text += f" A step of nothing but its {what} would be at {limit:.2f}."
         if "one padded batch a step" in (row.best_peer or ""):
             text += WHOLE_STEP
