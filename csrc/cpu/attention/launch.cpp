@@ -186,10 +186,10 @@ int64_t second_level_cache() {
 }
 
 // A thread fetches a few heads of a window at a time, as rows that the hardware's prefetcher
-// follows: 2.6 KB of each where the second-level cache has 2 MB, 160 elements where it has less
-// (windows on Zen 5: 1.02 to 1.08x of 1.3 KB; fp32 backward on Zen 3: 1.02x). Fewer where few
-// windows would leave threads idle. Of many windows it takes all heads, so that no other thread
-// looks up the same pages (1.02x).
+// follows: 160 elements of each (windows on Zen 5: 1.02 to 1.08x of 1.3 KB; fp32 backward on
+// Zen 3: 1.02x), where the second-level cache has 2 MB 320 (backward 1.02 to 1.09x of 2.6 KB, the
+// forward as before) or, with AMX, 2.6 KB. Fewer where few windows would leave threads idle. Of
+// many windows it takes all heads, so that no other thread looks up the same pages (1.02x).
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
                         int64_t heads, int64_t rows, int64_t max_seqlen) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,
@@ -197,7 +197,8 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
   // (windows: 1.25x).
   constexpr int64_t kNonTemporalBytes = 16 << 20;
   const int64_t element = size_of(p.dtype);
-  const int64_t run = second_level_cache() < 2 << 20 ? 160 * element : 2560;  // bytes
+  const int64_t wide = on_amx() ? 2560 : 320 * element;
+  const int64_t run = second_level_cache() < 2 << 20 ? 160 * element : wide;  // bytes
   const int64_t all = static_cast<int64_t>(items.size());
   int64_t chunk = 1, chunks = 1;
   if (max_seqlen <= kPrefetchLength) {
