@@ -186,18 +186,19 @@ int64_t second_level_cache() {
 }
 
 // A thread fetches a few heads of a window at a time, as rows that the hardware's prefetcher
-// follows: 160 elements of each (windows on Zen 5: 1.02 to 1.08x of 1.3 KB; fp32 backward on
-// Zen 3: 1.02x), where the second-level cache has 2 MB 320 (backward 1.02 to 1.09x of 2.6 KB, the
-// forward as before) or, with AMX, 2.6 KB. Fewer where few windows would leave threads idle. Of
-// many windows it takes all heads, so that no other thread looks up the same pages (1.02x).
+// follows: 2.6 KB of each where the second-level cache has 2 MB, 160 elements where it has less
+// (windows on Zen 5: 1.02 to 1.08x of 1.3 KB; fp32 backward on Zen 3: 1.02x). 2 MB do not hold as
+// many of a backward at hand and of the next: 320 elements (on a Xeon without AMX 1.02 to 1.09x;
+// tiles not measured). Fewer where few windows would leave threads idle. Of many windows it takes
+// all heads, so that no other thread looks up the same pages (1.02x).
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
-                        int64_t heads, int64_t rows, int64_t max_seqlen) {
+                        int64_t heads, int64_t rows, int64_t max_seqlen, bool backward) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,
   // they would have left the reader's cache anyway, and a plain store reads the line first
   // (windows: 1.25x).
   constexpr int64_t kNonTemporalBytes = 16 << 20;
   const int64_t element = size_of(p.dtype);
-  const int64_t wide = on_amx() ? 2560 : 320 * element;
+  const int64_t wide = backward && !on_amx() ? 320 * element : 2560;
   const int64_t run = second_level_cache() < 2 << 20 ? 160 * element : wide;  // bytes
   const int64_t all = static_cast<int64_t>(items.size());
   int64_t chunk = 1, chunks = 1;
@@ -273,7 +274,7 @@ void forward(const AttentionParams& p, const Lengths& lengths) {
   const int64_t length = max_seqlen_of(p, lengths);
   const int64_t rows = choose_rows(p, p.heads, length, kFewest);
   const auto items = make_items(p, lengths, p.heads, rows, length);
-  AttentionWork work = make_work(p, items, p.heads, rows, length);
+  AttentionWork work = make_work(p, items, p.heads, rows, length, false);
   const bool shares = length > kPrefetchLength && !on_tiles(p.dtype, length);
   std::vector<int32_t> blocks_taken(shares ? items.size() : 0);
   if (shares) work.blocks_taken = blocks_taken.data();
@@ -291,7 +292,7 @@ void backward(const AttentionGradParams& g, const Lengths& lengths) {
   const int64_t rows = choose_rows(p, p.kv_heads, most, kFewest);
   auto items = make_items(p, lengths, p.kv_heads, rows, length);
   const SharedDqs shared(p, items);
-  const AttentionWork work = make_work(p, items, p.kv_heads, rows, length);
+  const AttentionWork work = make_work(p, items, p.kv_heads, rows, length, true);
   if (work.count > 0) attention_backward_items(g, work);
 }
 
