@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import tarfile
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sources import SourceSpec
 from vlmtrain.data.formats.webdataset import build_shards
-from vlmtrain.data.index import scan_sources
+from vlmtrain.data.index import scan, scan_sources
 from vlmtrain.data.processor import Processor
 
 
@@ -162,6 +163,28 @@ def test_progress_of_a_scan(
     said.clear()
     scan_sources(paths, processor, spec, 256, max_samples=2, log=lambda line: None)
     assert said == [(1, 0), (2, 0), (3, 0), (4, 0)]
+
+
+def test_a_scan_given_up_waits_for_no_thread(
+    data: Path, processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may close it within an import that its threads wait for."""
+    goes_on, measure = threading.Event(), processor.measure
+
+    def waits(sample: Any, *rest: Any) -> Any:
+        assert sample.id == "a" or goes_on.wait(60)
+        return measure(sample, *rest)
+
+    monkeypatch.setattr(processor, "measure", waits)
+    outcomes = scan([SourceSpec(str(data))], processor, 256, workers=2)
+    assert not isinstance(next(outcomes), DataError)
+    closing = threading.Thread(target=outcomes.close)
+    closing.start()
+    closing.join(10)
+    is_stuck = closing.is_alive()
+    goes_on.set()
+    closing.join()
+    assert not is_stuck
 
 
 def test_several_sources(data: Path, tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:

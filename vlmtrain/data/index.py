@@ -393,7 +393,8 @@ def scan(
     after pack_length tokens is cut off.
     """
     probed: dict[object, MediaInfo] = {}  # several samples may share an image
-    with ThreadPoolExecutor(workers or default_workers()) as pool:
+    pool = ThreadPoolExecutor(workers or default_workers())
+    try:
         for number, spec in enumerate(sources):
             source = open_source(spec)
 
@@ -415,6 +416,10 @@ def scan(
             except DataError as error:
                 error.whole_source = True
                 yield error
+    finally:
+        # Without waiting: the garbage collector may close what was given up, on a thread that holds
+        # the import lock which the pool's threads wait for.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def counted(
