@@ -45,8 +45,8 @@ class Device:
             name: self.memory.upload(name, np.frombuffer(variable.init, np.uint8))
             for name, variable in self.module.globals.items()
         }
-        # The launchers bind to this library by name, so it must be in the global scope first.
-        self._runtime = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        # The launchers need a library of this name: the loader takes the one that is there.
+        self._runtime = ctypes.CDLL(str(runtime))
         self._runtime.fakecuda_launch_stream.restype = ctypes.c_void_p
         self._callback = _Callback(self._launched)
 

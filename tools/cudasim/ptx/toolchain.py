@@ -58,18 +58,20 @@ class Build:
         """The C++ launcher of that name (without its namespace), callable through ctypes."""
         mangled = [s for s in self._exported if re.fullmatch(rf"_ZN\w*?{len(name)}{name}E\w*", s)]
         assert len(mangled) == 1, f"{name}: {mangled}"
-        return getattr(ctypes.CDLL(str(self.library)), mangled[0])
+        # Its own libraries first: a torch with CUDA has the real runtime in the global scope.
+        mode = os.RTLD_NOW | os.RTLD_DEEPBIND
+        return getattr(ctypes.CDLL(str(self.library), mode=mode), mangled[0])
 
 
 @cache
 def fake_runtime() -> Path:
-    """fakecudart.c as a library: one for the process, because host launchers bind to the first in
-    the global scope."""
+    """fakecudart.c as a library, one for the process: host launchers name it, and whoever loads
+    one has loaded it (`Device`)."""
     folder = Path(tempfile.mkdtemp(prefix="fakecudart-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "libfakecudart.so"
     run(["gcc", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", str(HERE / "fakecudart.c")]
-        + ["-o", str(library)])  # fmt: skip
+        + [f"-Wl,-Bsymbolic,-soname,{library.name}", "-o", str(library)])  # fmt: skip
     return library
 
 
@@ -85,13 +87,13 @@ def build_kernels(
     assert nvcc is not None
     keep = folder / "keep"
     keep.mkdir(parents=True)
-    library = folder / "kernels.so"
+    library, runtime = folder / "kernels.so", fake_runtime()
     targets = [f"-gencode=arch=compute_{a},code=compute_{a}" for a in architectures]
     run(
         [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", *targets]
         + ["--keep", "--keep-dir", str(keep), "-cudart", "none", "-shared"]
         + ["-Xcompiler", "-fPIC", "-I", str(include)]
-        + [str(source), "-o", str(library)]
+        + [str(source), "-o", str(library), f"-L{runtime.parent}", "-lfakecudart"]
     )
     ptx: dict[str, str] = {}
     for path in keep.glob("*.ptx"):
