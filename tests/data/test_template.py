@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -20,7 +21,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.processor import MediaLayout, Processor
 from vlmtrain.data.sample import Media, Sample, Turn
-from vlmtrain.data.template import QWEN_TEMPLATE, ChatTemplate
+from vlmtrain.data.template import QWEN_TEMPLATE, ChatTemplate, write_template
 
 IMAGE = Media("image", "a.jpg", ())
 # Each: turns with «» around what must be learned, as the rendered text has it.
@@ -209,6 +210,10 @@ def test_refusals(processor: Processor, spec: ModelSpec, tmp_path: Path) -> None
         ChatTemplate(tokenizer, wrong)
     with pytest.raises(DataError, match="vocab_size is 100"):
         ChatTemplate(tokenizer, dataclasses.replace(spec, vocab_size=100))
+    largest = max(tokenizer.get_vocab().values())
+    ChatTemplate(tokenizer, dataclasses.replace(spec, vocab_size=largest + 1))
+    with pytest.raises(DataError, match=f"has ids up to {largest} .* vocab_size is {largest};"):
+        ChatTemplate(tokenizer, dataclasses.replace(spec, vocab_size=largest))
     with pytest.raises(DataError, match="no tokenizer.json"):
         ChatTemplate.from_folder(tmp_path, spec)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -217,13 +222,58 @@ def test_refusals(processor: Processor, spec: ModelSpec, tmp_path: Path) -> None
         ChatTemplate.from_folder(tmp_path, spec)
 
 
-def test_tokens_without_a_separator_between_turns(processor: Processor, spec: ModelSpec) -> None:
+@pytest.mark.parametrize("more", [[], [("assistant", "x")]])
+def test_tokens_without_a_separator_between_turns(
+    more: list[tuple[str, str]], processor: Processor, spec: ModelSpec
+) -> None:
     """A template without special tokens between turns is refused where tokens could merge."""
     bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="no special token between turns"):
         ChatTemplate(processor.template.tokenizer, spec, bare).tokens(
-            make_sample([("user", "a"), ("assistant", "hel"), ("user", "pful")])
+            make_sample([("user", "a"), ("assistant", "hel"), ("user", "pful"), *more])
         )
+
+
+def test_the_token_that_fills_a_pack(processor: Processor, spec: ModelSpec) -> None:
+    tokenizer = copy.deepcopy(processor.template.tokenizer)
+    template = ChatTemplate(tokenizer, spec)
+    tokenizer.pad_token, tokenizer.eos_token = "<|endoftext|>", "<|im_end|>"
+    ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert template.pad_token_id == ids[0] != ids[1]
+    tokenizer.pad_token = None
+    assert template.pad_token_id == ids[1]
+    tokenizer.eos_token = None
+    assert template.pad_token_id == 0
+
+
+def test_a_tokenizer_that_truncates_or_pads(
+    processor: Processor, spec: ModelSpec, tmp_path: Path
+) -> None:
+    """As a file may have it that was saved after such a call."""
+    write_model_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    backend = Tokenizer.from_file(str(path))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    backend.save(str(path))
+    sample = make_sample([("user", "What is in the picture?"), ("assistant", "A red cup.")])
+    ours = ChatTemplate.from_folder(tmp_path, spec).tokens(sample)
+    assert ours.ids.tolist() == processor.template.tokens(sample).ids.tolist()
+
+
+def test_a_template_is_written_where_readers_look(spec: ModelSpec, tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    bare = json.loads(config.read_text())
+    bare.pop("chat_template", None)
+    for known in (bare, bare | {"chat_template": "old"}):
+        config.write_text(json.dumps(known))
+        (tmp_path / "chat_template.json").write_text('{"chat_template": "old"}')
+        write_template(tmp_path, "new")
+        assert ChatTemplate.from_folder(tmp_path, spec).template == "new"
+        assert not (tmp_path / "chat_template.json").exists()
+        expected = known | {"chat_template": "new"} if "chat_template" in known else known
+        assert json.loads(config.read_text()) == expected
 
 
 # With tools in Qwen's form: calls in the answer, responses in a user's turn.
@@ -275,6 +325,27 @@ def test_tools_and_weights(processor: Processor, spec: ModelSpec) -> None:
     assert whole.loss_weights is None
 
 
+def test_a_question_with_tools_and_calls(processor: Processor, spec: ModelSpec) -> None:
+    template = ChatTemplate(processor.template.tokenizer, spec, TOOLS_TEMPLATE)
+    other = {"type": "function", "function": {"name": "now", "arguments": {}}}
+    turns = (Turn("user", "q"), Turn("assistant", "", 1.0, (CALL, other)), Turn("tool", "10"))
+    asked = template.question(dataclasses.replace(AGENT, turns=turns))
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL, other]},
+        {"role": "tool", "content": "10"},
+    ]
+    expected = template.tokenizer.apply_chat_template(
+        messages,
+        tools=list(TOOLS),
+        chat_template=TOOLS_TEMPLATE,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+    assert asked.ids.tolist() == expected and not asked.weights.any()
+
+
 @pytest.mark.parametrize(
     ("part", "without", "said"),
     [
@@ -290,6 +361,8 @@ def test_what_the_template_leaves_out_is_refused(
     template = ChatTemplate(processor.template.tokenizer, spec, source)
     with pytest.raises(DataError, match=f"sample 'c1': it has {said}, which the chat template"):
         template.tokens(AGENT)
+    with pytest.raises(DataError, match=f"sample 'c1': it has {said}, which the chat template"):
+        template.question(AGENT)
 
 
 def test_a_text_alone_is_learned_whole(processor: Processor, spec: ModelSpec) -> None:
@@ -302,6 +375,20 @@ def test_a_text_alone_is_learned_whole(processor: Processor, spec: ModelSpec) ->
     first = len(tokenizer("A cup.")["input_ids"]) - 1
     assert tokenizer.decode(learned[first:]) == " Good.<|im_end|>"
     assert learned[:first].tolist() == encoded.input_ids[1 : first + 1].tolist()
+
+
+def test_a_text_alone_has_its_weight_and_no_text_of_a_video(
+    processor: Processor, spec: ModelSpec
+) -> None:
+    tokenizer = processor.template.tokenizer
+    sample = Sample("t", (Turn("assistant", "A<video>cup<video>.", 0.5),), (), "t.json")
+    tokens = processor.template.tokens(sample, ["<1 s>", "<2 s>"])
+    begin, end, last = "<|vision_start|>", "<|vision_end|>", "<|im_end|>"
+    parts = ["A", f"{begin}<1 s>{end}", "cup", f"{begin}<2 s>{end}", f".{last}"]
+    pieces = [tokenizer(part)["input_ids"] for part in parts]
+    assert tokens.ids.tolist() == [token for piece in pieces for token in piece]
+    weights = [[0.5 * (i % 2 == 0)] * len(piece) for i, piece in enumerate(pieces)]
+    assert tokens.weights.tolist() == [weight for piece in weights for weight in piece]
 
 
 @pytest.mark.parametrize("prompt", ["Be brief.", 'Say "hi", it\'s {{ x }} {% 日本 🚀\n\\n %}.'])
