@@ -172,6 +172,7 @@ def test_refusals(jpg: bytes, tmp_path: Path) -> None:
         ({"jpg": jpg, "json": conversation("<image>", "a", image="x.jpg")}, "KeyError"),
         ({"jpg": jpg, "json": conversation("q", "a")}, "0 <image> marks but 1 image"),
         ({"jpg": jpg, "json": conversation("<image>", "a", foo=1)}, "the key 'foo', which is not"),
+        ({"txt": "a", "json": conversation("q", "a")}, "a caption and a conversation; keep one"),
     ]
     path = write(tmp_path / "a.tar", [sample for sample, _ in bad])
     report = check([path])
@@ -202,6 +203,8 @@ def test_refusals(jpg: bytes, tmp_path: Path) -> None:
     both = conversation("<image><image>", "a", images=["0.jpg", "0.jpg"])
     path_of_two = write(tmp_path / "two.tar", [{"0.jpg": jpg, "1.jpg": jpg, "json": both}])
     assert "it names other images than its 2 members" in check([path_of_two]).problems[0]
+    tarfile.open(tmp_path / "none.tar", "w").close()
+    assert "none.tar: the tar file holds no samples" in check([tmp_path / "none.tar"]).problems[0]
     (tmp_path / "b.tar").write_bytes(b"no tar")
     assert "no readable tar file" in check([tmp_path / "b.tar"]).problems[0]
     (tmp_path / ".nv-meta").mkdir()
@@ -218,6 +221,28 @@ def test_refusals(jpg: bytes, tmp_path: Path) -> None:
         (tmp_path / ".nv-meta" / "dataset.yaml").write_text(config)
         with pytest.raises(DataError, match=re.escape(said)):
             TarSource(path)
+
+
+def test_members_by_number_and_keys_by_folder(pictures: Path, tmp_path: Path) -> None:
+    files = [(pictures / name).read_bytes() for name in ("p0.jpg", "p2.jpg")]
+    path = tmp_path / "a.tar"
+    with webdataset.TarWriter(str(path)) as writer:
+        writer.write({"__key__": "a/1", "10.jpg": files[1], "2.jpg": files[0], "txt": "cats"})
+        writer.write({"__key__": "b/1", "txt": "dogs"})
+    cats, dogs = samples(path)
+    assert (cats.id, dogs.id) == ("a/1", "b/1")
+    assert [media.parts[0].read() for media in cats.media] == files
+    assert [one.turns[0].text for one in (cats, dogs)] == ["<image><image>cats", "dogs"]
+
+
+def test_a_picture_of_another_size_is_another_record(
+    jpg: bytes, pictures: Path, tmp_path: Path
+) -> None:
+    contents = []
+    for picture in (jpg, jpg, (pictures / "p2.jpg").read_bytes()):
+        path = write(tmp_path / "a.tar", [{"jpg": picture, "txt": "a"}])
+        contents += [record.checksum for record in TarSource(path).records()]
+    assert contents[0] == contents[1] != contents[2]
 
 
 def test_a_text_changed_at_the_same_length(

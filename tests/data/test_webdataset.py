@@ -96,24 +96,31 @@ def test_shards_read_like_the_json(
         assert getattr(one, name).tolist() == getattr(two, name).tolist(), name
 
 
-def test_weights_tools_and_objects_go_through_shards(pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "corners"), [("norm1", [0.1, 0.2, 0.3, 0.5]), ("real", [4, 5, 20, 30])]
+)
+def test_weights_tools_and_objects_go_through_shards(
+    kind: str, corners: list[float], pictures: Path, tmp_path: Path
+) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     turns = [
-        {"role": "user", "content": "<image>Find the <ref-object>"},
+        {"role": "user", "content": "<image><image>Find the <ref-object>"},
         {"role": "assistant", "content": "<bbox>", "weight": 0.5},
         {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0.5},
         {"role": "tool", "content": "10"},
         {"role": "assistant", "content": "a", "loss": False},
     ]
-    boxes = {"ref": ["dog"], "bbox": [[0.1, 0.2, 0.3, 0.5]], "bbox_type": "norm1"}
-    record = {"messages": turns, "image": "p0.jpg", "tools": [{"name": "f"}], "objects": boxes}
+    boxes = {"ref": ["dog"], "bbox": [corners], "bbox_type": kind, "image_id": [1]}
+    record = {"messages": turns, "images": ["p0.jpg", "p1.jpg"], "tools": [{"name": "f"}]}
+    record["objects"] = boxes
     path = write_json(tmp_path / "c.json", [record])
     build_shards(path, tmp_path / "shards", media_root=pictures)
     json_source, shards = JsonSource(path, pictures), ShardSource(tmp_path / "shards")
     theirs, ours = (source.parse(next(iter(source.records()))) for source in (json_source, shards))
     for name in ("id", "turns", "tools", "objects"):
         assert getattr(ours, name) == getattr(theirs, name) and getattr(ours, name), name
-    assert ours.objects is not None and ours.objects.boxes[0].relative
+    [box] = ours.objects.boxes if ours.objects else []
+    assert (box.relative, box.image) == (kind == "norm1", 1)
 
 
 def test_bad_samples_are_left_out_by_choice(
@@ -152,8 +159,17 @@ def test_bad_samples_are_left_out_by_choice(
         assert not (tmp_path / "t").exists()
 
 
-def test_a_shard_closes_at_its_size(source: Path, tmp_path: Path) -> None:
+def test_a_shard_closes_at_its_size(source: Path, pictures: Path, tmp_path: Path) -> None:
     assert build_shards(source, tmp_path / "s", shard_bytes=1).shards == 5
+    record = next(iter(JsonSource(source).records()))
+    assert not isinstance(record, DataError)
+    size = len(record.data) + (pictures / "p0.jpg").stat().st_size
+    for limit, samples in ((size, 1), (size + 1, 2)):
+        build_shards(source, tmp_path / "s", shard_bytes=limit, overwrite=True)
+        with tarfile.open(tmp_path / "s" / "shard-000000.tar") as tar:
+            assert sum(name.endswith(".json") for name in tar.getnames()) == samples
+    with pytest.raises(DataError, match=r"shard_bytes \(0\) .* must be at least 1"):
+        build_shards(source, tmp_path / "new", shard_bytes=0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -312,6 +328,44 @@ def test_another_list_of_ignored_keys_makes_all_shards_anew(source: Path, tmp_pa
     build_shards(source, target, samples_per_shard=1)
     build_shards(source, straight, samples_per_shard=1)
     assert contents(target) == contents(straight)
+
+
+@pytest.mark.parametrize("change", ["cut", "bytes", "size", "media_root", "processor"])
+def test_what_makes_a_finished_shard_anew(
+    change: str, tmp_path: Path, processor: Processor
+) -> None:
+    """Where a build stopped: the result is that of one go."""
+
+    def draw(path: Path, colour: str, height: int = 56) -> None:
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (56, height), colour).save(path)
+
+    first, other = tmp_path / "one" / "a.bmp", tmp_path / "two" / "a.bmp"
+    draw(first, "red")
+    draw(other, "green")
+    written = first.stat().st_mtime_ns
+    os.utime(other, ns=(written, written))
+    records = [conversation("<image>", "x", image=name) for name in ("a.bmp", "b.bmp")]
+    source, target = write_json(tmp_path / "c.json", records), tmp_path / "s"
+    options: dict[str, Any] = {"samples_per_shard": 1, "media_root": first.parent}
+    first.with_name("b.bmp").write_bytes(b"not yet")
+    with pytest.raises(DataError, match="b.bmp is not an image"):
+        build_shards(source, target, workers=1, **options)
+    for path in (first, other):
+        draw(path.with_name("b.bmp"), "blue")
+    shard = target / "shard-000000.tar"
+    if change == "cut":
+        os.truncate(shard, shard.stat().st_size - 512)
+    elif change == "bytes":
+        draw(first, "green")
+    elif change == "size":
+        draw(first, "red", 84)
+        os.utime(first, ns=(written, written))
+    else:
+        options[change] = {"media_root": other.parent, "processor": processor}[change]
+    build_shards(source, target, **options)
+    build_shards(source, tmp_path / "straight", **options)
+    assert contents(target) == contents(tmp_path / "straight")
 
 
 def test_target_rules(source: Path, tmp_path: Path) -> None:
