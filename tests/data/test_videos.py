@@ -13,7 +13,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.data.helpers import IMAGE_LIMITS, conversation, save_image, write_json
@@ -361,13 +361,11 @@ def test_frames_that_avi_dropped(tmp_path: Path) -> None:
 
 def test_what_is_no_video_stream(tmp_path: Path) -> None:
     """The cover of a song is none; beside a film it is left out."""
-    if not hasattr(av.stream, "Disposition"):
-        pytest.skip("this PyAV cannot tell; 14.1 and later can")
     for name, film in (("song.m4a", False), ("film.mp4", True)):
         with av.open(str(tmp_path / name), "w", format="mp4") as container:
             cover = container.add_stream("mjpeg", rate=1)
             cover.width, cover.height, cover.pix_fmt = 64, 40, "yuvj420p"
-            cover.disposition = av.stream.Disposition.attached_pic
+            cover.disposition = av.stream.Disposition.attached_pic.value
             sound = container.add_stream("aac", rate=44100)
             if film:
                 stream = container.add_stream("mpeg4", rate=8)
@@ -514,6 +512,31 @@ def test_phones_videos_stand_upright(name: str, tmp_path: Path) -> None:
         info = probe_media(media, SAMPLE, verify)
         assert (info.width, info.height, info.frames) == (width, height, 1)
     np.testing.assert_array_equal(load_video(media, info, IDENTITY, SAMPLE)[0], expected)
+
+
+def test_a_cameras_mjpeg_with_exif_data(tmp_path: Path) -> None:
+    """Frames that are photographs with EXIF data stand as Pillow turns them."""
+    picture = np.zeros((48, 72, 3), dtype=np.uint8)
+    picture[:16, :24], picture[16:, 24:] = 220, 90
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the orientation: a quarter to the right
+    Image.fromarray(picture).save(tmp_path / "p.jpg", exif=exif, quality=95, subsampling=0)
+    path = tmp_path / "v.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 72, 48, "yuvj444p"
+        for i in range(3):
+            packet = av.Packet((tmp_path / "p.jpg").read_bytes())
+            packet.stream, packet.pts, packet.dts = stream, i, i
+            packet.time_base, packet.is_keyframe = Fraction(1, 5), True
+            container.mux(packet)
+    media = Media("video", "v.avi", (FileRange(str(path)),))
+    info = probe_media(media, SAMPLE, True)
+    assert (info.width, info.height, info.frames) == (48, 72, 3)
+    with Image.open(tmp_path / "p.jpg") as image:
+        expected = np.asarray(ImageOps.exif_transpose(image)).astype(int)
+    found = load_video(media, info, IDENTITY, SAMPLE)
+    assert np.abs(found - expected).max() <= 4  # two decoders of JPEG
 
 
 def test_another_angle_is_refused(tmp_path: Path) -> None:

@@ -197,26 +197,42 @@ class _Orientation(NamedTuple):
     @classmethod
     def of(cls, frame: Any) -> _Orientation:
         """Raises ValueError for an angle that is not a multiple of 90 degrees."""
-        for data in frame.side_data:
-            if data.type.name == "DISPLAYMATRIX":
-                # (x, y) goes to (a x + c y, b x + d y), in units of 1/65536.
-                matrix = np.frombuffer(data, dtype=np.int32)[[0, 1, 3, 4]] / 65536
-                a, b, c, d = np.rint(matrix).astype(int).tolist()
-                exact = np.abs(matrix - [a, b, c, d]).max() < 0.01
-                if exact and abs(a * d) == 1 and b == c == 0:
-                    return cls(False, d, a)
-                if exact and abs(b * c) == 1 and a == d == 0:
-                    return cls(True, b, c)
-                raise ValueError(
-                    f"its display matrix {matrix.round(3).tolist()} is no multiple of 90 degrees; "
-                    "encode it again"
-                )
-        return cls()
+        data = _side_data(frame).get("DISPLAYMATRIX")
+        if data is None:
+            return cls()
+        # (x, y) goes to (a x + c y, b x + d y), in units of 1/65536.
+        matrix = np.frombuffer(data, dtype=np.int32)[[0, 1, 3, 4]] / 65536
+        a, b, c, d = np.rint(matrix).astype(int).tolist()
+        exact = np.abs(matrix - [a, b, c, d]).max() < 0.01
+        if exact and abs(a * d) == 1 and b == c == 0:
+            return cls(False, d, a)
+        if exact and abs(b * c) == 1 and a == d == 0:
+            return cls(True, b, c)
+        raise ValueError(
+            f"its display matrix {matrix.round(3).tolist()} is no multiple of 90 degrees; "
+            "encode it again"
+        )
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """The upright frame of uint8 [height, width, 3]."""
         pixels = pixels.transpose(1, 0, 2) if self.transposed else pixels
         return np.ascontiguousarray(pixels[:: self.down, :: self.across])
+
+
+def _side_data(frame: Any) -> Any:
+    """What a frame has beside its pixels. FFmpeg knows more kinds of it (a photograph's EXIF data
+    in MJPEG, the cameras of a spatial video) than PyAV before 19, which raises ValueError for
+    every frame that has one: those get a name here, as PyAV 19 does it."""
+    from av.sidedata.sidedata import Type
+
+    def unknown(kind: Any, value: int) -> Any:
+        member = object.__new__(kind)
+        member._name_, member._value_ = f"UNKNOWN_{value}", value
+        return kind._value2member_map_.setdefault(value, member)
+
+    if "_missing_" not in vars(Type):
+        Type._missing_ = classmethod(unknown)
+    return frame.side_data
 
 
 def _gif_is_cut(data: bytes) -> bool:
@@ -258,11 +274,10 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _is_cover(stream: Any) -> bool:
-    """Whether a stream is the picture of a song or a film, which PyAV tells since 14.1."""
+    """Whether a stream is the picture of a song or a film."""
     import av
 
-    kinds = getattr(av.stream, "Disposition", None)
-    return kinds is not None and bool(stream.disposition & kinds.attached_pic)
+    return bool(stream.disposition & av.stream.Disposition.attached_pic)
 
 
 def _ends_early(avi: bytes) -> bool:
