@@ -223,15 +223,17 @@ def _side_data(frame: Any) -> Any:
     """What a frame has beside its pixels. FFmpeg knows more kinds of it (a photograph's EXIF data
     in MJPEG, the cameras of a spatial video) than PyAV before 19, which raises ValueError for
     every frame that has one: those get a name here, as PyAV 19 does it."""
-    from av.sidedata.sidedata import Type
+    from av.sidedata import sidedata
+
+    kinds: Any = sidedata.Type
 
     def unknown(kind: Any, value: int) -> Any:
         member = object.__new__(kind)
         member._name_, member._value_ = f"UNKNOWN_{value}", value
         return kind._value2member_map_.setdefault(value, member)
 
-    if "_missing_" not in vars(Type):
-        Type._missing_ = classmethod(unknown)
+    if "_missing_" not in vars(kinds):
+        kinds._missing_ = classmethod(unknown)
     return frame.side_data
 
 
