@@ -20,7 +20,7 @@ from vlmtrain.checkpoint.hf import files, save
 from vlmtrain.checkpoint.hf.files import HFWeights, check_names
 from vlmtrain.checkpoint.mapping import WeightError
 from vlmtrain.checkpoint.model_folder import as_hf
-from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.files import CheckpointError, exists, is_dir, is_file
 from vlmtrain.models.family import read_spec
 
 
@@ -119,3 +119,24 @@ def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
         as_hf(tmp_path / "second", work),
     ):
         pass
+
+
+def test_what_can_not_be_looked_at_is_not_missing(tmp_path: Path) -> None:
+    """As Path.exists says it before Python 3.14, also there."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "folder").mkdir()
+    for name, found in {
+        "file": (True, True, False),
+        "link": (True, True, False),
+        "folder": (True, False, True),
+        "circle": (False, False, False),
+        "gone": (False, False, False),
+        "file/below": (False, False, False),
+        "null\0byte": (False, False, False),
+    }.items():
+        assert tuple(ask(tmp_path / name) for ask in (exists, is_file, is_dir)) == found, name
+    for ask in (exists, is_file, is_dir):  # a name that no file system looks up
+        with pytest.raises(OSError, match="File name too long"):
+            ask(tmp_path / ("long" * 1000))

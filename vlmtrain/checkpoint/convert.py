@@ -45,7 +45,9 @@ from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import (
     MANIFEST,
     CheckpointError,
+    exists,
     fsync_tree,
+    is_file,
     manifest_of,
     replace_folder,
     replacing,
@@ -141,7 +143,7 @@ def to_megatron(
                 file.abandon()
             raise
         write_metadata(work, [chunk for file in files.values() for chunk in file.chunks])
-        if isinstance(weights, MegatronSource) and (weights.folder / COMMON).is_file():
+        if isinstance(weights, MegatronSource) and is_file(weights.folder / COMMON):
             shutil.copyfile(weights.folder / COMMON, work / COMMON)
         else:
             write_common(work, {"weights_only": True})
@@ -321,7 +323,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
 @contextmanager
 def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> Iterator[Path]:
     """Check the source, then a folder to work in that becomes `target` in the end."""
-    if target.exists() and not overwrite:
+    if exists(target) and not overwrite:
         raise CheckpointError(
             f"--target {target} exists; name another folder, or pass --overwrite to replace it"
         )

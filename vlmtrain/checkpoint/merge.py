@@ -22,6 +22,7 @@ from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import read_common
 from vlmtrain.checkpoint.weights import Source, open_weights
 from vlmtrain.core.config import LoraSection
+from vlmtrain.core.files import is_dir, is_file
 from vlmtrain.models.common.table import Linear
 from vlmtrain.models.family import read_spec, table_of
 
@@ -91,7 +92,7 @@ class MergedSource:
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder is a `peft` adapter."""
-    return (folder / ADAPTER_CONFIG).is_file()
+    return is_file(folder / ADAPTER_CONFIG)
 
 
 def base_of(folder: Path) -> Path:
@@ -101,7 +102,7 @@ def base_of(folder: Path) -> Path:
         WeightError: its config can't be read, or names no folder of this machine.
     """
     name = _config(folder).get("base_model_name_or_path")
-    if not isinstance(name, str) or not Path(name).is_dir():
+    if not isinstance(name, str) or not is_dir(name):
         raise WeightError(
             f"{folder / ADAPTER_CONFIG} names the base model {name!r}, which is no folder here; "
             "set base_model_name_or_path to the folder the adapter was trained on"

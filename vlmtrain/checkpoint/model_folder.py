@@ -16,7 +16,7 @@ from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
-from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.files import CheckpointError, is_file
 from vlmtrain.core.run_folder import model_of, newest_in
 from vlmtrain.models.family import read_spec
 
@@ -25,9 +25,9 @@ def newest(folder: Path) -> Path:
     """`folder`, or of OUTPUT its hf/, of OUTPUT/checkpoints the newest checkpoint in it, of
     OUTPUT/checkpoints/best the one that it names."""
     folder = model_of(folder)
-    if (folder / "config.json").is_file() or is_adapter(folder):
+    if is_file(folder / "config.json") or is_adapter(folder):
         return folder  # `latest` may stand beside it: DeepSpeed's
-    if folder.name == "best" and folder.is_file():
+    if folder.name == "best" and is_file(folder):
         return folder.parent / folder.read_text(encoding="utf-8").strip()
     return newest_in(folder) or folder
 

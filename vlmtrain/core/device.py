@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import is_file
 from vlmtrain.cpu import gloo, shim
 
 
@@ -68,7 +69,7 @@ class Backend:
             return free + torch.cuda.memory_reserved(self.device)
         total = psutil.virtual_memory().total
         limit = Path("/sys/fs/cgroup/memory.max")
-        text = limit.read_text().strip() if limit.is_file() else "max"
+        text = limit.read_text().strip() if is_file(limit) else "max"
         return min(total, int(text) if text.isdigit() else total) // processes
 
 

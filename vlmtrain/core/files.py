@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Iterator
@@ -25,6 +27,31 @@ MANIFEST = "manifest.json"
 
 class CheckpointError(UserError):
     """A checkpoint or model folder that can't be found, read or written; the message names it."""
+
+
+def exists(path: str | Path) -> bool:
+    """As Path.exists before Python 3.14, as are the next two: what may not be looked at, or can't
+    because a disk or server fails, is OSError, where a later Python says that it is not there."""
+    return _mode(path) is not None
+
+
+def is_file(path: str | Path) -> bool:
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def is_dir(path: str | Path) -> bool:
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def _mode(path: str | Path) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself
+            return None
+        raise
 
 
 def fsync_path(path: Path) -> None:
@@ -48,7 +75,7 @@ def replace_folder(work: Path, target: Path) -> None:
     """Give a finished folder its name; what had the name before goes away last."""
     old = target.with_name(target.name + OLD)
     remove(old)
-    if target.exists() or target.is_symlink():
+    if exists(target) or target.is_symlink():
         os.rename(target, old)
     os.rename(work, target)
     fsync_path(target.parent)
@@ -58,7 +85,7 @@ def replace_folder(work: Path, target: Path) -> None:
 def remove(path: Path) -> None:
     """A folder with all in it; a file; of a link the link. It goes under another name, so that what
     is left of it is taken for nothing; what stays, as on NFS where a file is open, is said."""
-    if not (path.is_symlink() or path.exists()):
+    if not (path.is_symlink() or exists(path)):
         return
     start = path.name.removesuffix(OLD) + REMOVED
     left = [one for one in path.parent.glob(f"*{REMOVED}*") if one.name.startswith(start)]
@@ -67,11 +94,11 @@ def remove(path: Path) -> None:
     os.rename(path, left[-1])
     for one in left:
         with contextlib.suppress(OSError):
-            if one.is_symlink() or one.is_file():
+            if one.is_symlink() or is_file(one):
                 one.unlink()
             else:
                 shutil.rmtree(one, ignore_errors=True)
-        if one.is_symlink() or one.exists():
+        if one.is_symlink() or exists(one):
             print(f"{one} can't be removed; it is not needed", file=sys.stderr, flush=True)
 
 
@@ -82,7 +109,7 @@ def start_folder(target: Path) -> Path:
     put its own in place comes back.
     """
     old = target.with_name(target.name + OLD)
-    if old.exists() and not target.exists():
+    if exists(old) and not exists(target):
         os.rename(old, target)
     work = target.with_name(target.name + INCOMPLETE)
     remove(work)
@@ -198,7 +225,7 @@ def manifest_of(folder: Path, known: dict[str, dict[str, int]] | None = None) ->
 
 def _names(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
+        if is_file(path) and path.name != MANIFEST:
             yield str(path.relative_to(folder))
 
 
@@ -218,7 +245,7 @@ def verify_manifest(folder: Path, hint: str = "") -> None:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
     for name, want in entries.items():
         file = folder / name
-        size = file.stat().st_size if file.is_file() else None
+        size = file.stat().st_size if is_file(file) else None
         if size != want["bytes"]:
             got = "missing" if size is None else f"{size} bytes"
             raise CheckpointError(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import exists, is_dir, is_file
 
 _NAME = re.compile(r"step-(\d{8})$")
 
@@ -17,23 +18,23 @@ def name_of(step: int) -> str:
 
 def complete(folder: Path) -> list[int]:
     """Steps of the checkpoints in OUTPUT/checkpoints that have their final name, oldest first."""
-    if not folder.is_dir():
+    if not is_dir(folder):
         return []
     return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.match(p.name)))
 
 
 def pointed_at(pointer: Path) -> Path | None:
     """The checkpoint that `latest` or `best` names, if both are there."""
-    named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    named = pointer.read_text(encoding="utf-8").strip() if is_file(pointer) else ""
     path = pointer.parent / named
-    return path if _NAME.fullmatch(named) and path.is_dir() else None
+    return path if _NAME.fullmatch(named) and is_dir(path) else None
 
 
 def history_in(folder: Path) -> list[int]:
     """Of `complete` those of the run that `latest` belongs to, as the file `history` names them.
     Of a run that was gone back from there are none."""
     file = folder / "history"
-    names = file.read_text(encoding="utf-8").split() if file.is_file() else None
+    names = file.read_text(encoding="utf-8").split() if is_file(file) else None
     return [step for step in complete(folder) if names is None or name_of(step) in names]
 
 
@@ -49,9 +50,9 @@ def model_of(folder: Path) -> Path:
     Raises:
         UserError: the run has not ended.
     """
-    if (folder / "config.json").exists() or not (folder / "run.json").exists():
+    if exists(folder / "config.json") or not exists(folder / "run.json"):
         return folder
-    if (folder / "hf" / "config.json").exists():
+    if exists(folder / "hf" / "config.json"):
         return folder / "hf"
     newest = newest_in(folder / "checkpoints")
     other = "" if newest is None else f", take {newest}"

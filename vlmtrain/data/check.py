@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlmtrain.core.config import MediaSection
-from vlmtrain.core.files import write_bytes, writing
+from vlmtrain.core.files import exists, is_dir, write_bytes, writing
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import Record
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
@@ -165,9 +165,9 @@ def _check_target(target: Path, sources: Sequence[SourceSpec]) -> None:
         )
     for source in sources:
         path = Path(source.path)
-        if path.is_dir() or path.suffix.lower() in (".parquet", ".tar"):
+        if is_dir(path) or path.suffix.lower() in (".parquet", ".tar"):
             raise DataError(f"--write_good takes records of .json and .jsonl files, not of {path}")
-        if target.exists() and target.samefile(path):
+        if exists(target) and target.samefile(path):
             raise DataError(f"--write_good {target} is a source; name another file")
         if source.media_root is None and path.resolve().parent != target.resolve().parent:
             raise DataError(

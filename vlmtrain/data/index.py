@@ -21,6 +21,7 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 
 from vlmtrain.core.config import LoaderSection
+from vlmtrain.core.files import is_dir, is_file
 from vlmtrain.core.progress import progress
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
@@ -56,7 +57,7 @@ def open_source(spec: SourceSpec) -> Source:
     """A conversation file, a tar file, or a folder written by `build_shards`."""
     if Path(spec.path).suffix.lower() == ".tar":
         return TarSource(spec.path, spec.ignored)
-    if Path(spec.path).is_dir():
+    if is_dir(spec.path):
         return ShardSource(spec.path)
     if Path(spec.path).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
@@ -429,7 +430,7 @@ def counted(
     conversation files, and not known with others among them."""
     paths = [Path(one.path) for one in sources if one.max_samples is None]
     plain = len(paths) == len(sources)
-    plain &= all(path.is_file() and path.suffix in (".json", ".jsonl") for path in paths)
+    plain &= all(is_file(path) and path.suffix in (".json", ".jsonl") for path in paths)
     sizes = [path.stat().st_size for path in paths] if plain else []
     starts = list(itertools.accumulate(sizes, initial=0))
     total = 0

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from vlmtrain.core.files import is_dir, is_file
 from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample
@@ -130,12 +131,12 @@ class ChatTemplate:
 
         folder = Path(folder)
         names = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
-        if not folder.is_dir():
+        if not is_dir(folder):
             raise DataError(
                 f"{folder} is gone: a run that trains on keeps some checkpoints only "
                 "(--checkpoint.keep); start again"
             )
-        if not any((folder / name).is_file() for name in names):
+        if not any(is_file(folder / name) for name in names):
             raise DataError(f"{folder}: no tokenizer.json; copy the model's tokenizer files there")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -148,9 +149,9 @@ class ChatTemplate:
                 template = Path(file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{file}: the chat template cannot be read: {error}") from None
-        elif (folder / "chat_template.jinja").is_file():
+        elif is_file(folder / "chat_template.jinja"):
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        elif (folder / "chat_template.json").is_file():
+        elif is_file(folder / "chat_template.json"):
             try:
                 content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
                 template = _default(content["chat_template"], str(folder / "chat_template.json"))
@@ -460,7 +461,7 @@ def write_template(folder: Path, template: str) -> None:
     # Older readers know these places only; what they held belongs to the source's template.
     (folder / "chat_template.json").unlink(missing_ok=True)
     path = folder / "tokenizer_config.json"
-    if path.is_file():
+    if is_file(path):
         config = json.loads(path.read_text(encoding="utf-8"))
         if "chat_template" in config:
             config["chat_template"] = template

@@ -16,7 +16,7 @@ import tyro
 
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import writing
+from vlmtrain.core.files import exists, is_dir, is_file, writing
 from vlmtrain.demo import photographs
 from vlmtrain.demo.tiny_model import VOCAB_SIZE, Family, write_folder, write_json
 from vlmtrain.models.family import FAMILIES
@@ -116,9 +116,9 @@ def _heading(number: int, text: str) -> None:
 
 def _prepare(output: Path) -> None:
     """Empty an earlier demo's folder; never touch a folder that the demo did not make."""
-    if output.exists() and not output.is_dir():
+    if exists(output) and not is_dir(output):
         raise UserError(f"{output} is a file; name a folder for the demo's results")
-    if output.is_dir() and any(output.iterdir()) and not (output / _MARKER).is_file():
+    if is_dir(output) and any(output.iterdir()) and not is_file(output / _MARKER):
         raise UserError(
             f"{output} holds files that no demo has left there; name a new or empty folder"
         )

@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import is_file
 
 MARK = "<image>"  # in a text of the conversations: a photograph stands here
 CONVERSATIONS = Path(__file__).with_name("conversations.json")
@@ -48,7 +49,7 @@ class Photograph:
                 f"installed: pip install {self.distribution}"
             )
         path = Path(next(iter(spec.submodule_search_locations))) / self.file
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(
                 f"{path} is missing: the installed {self.distribution} does not carry the demo's "
                 f"photograph {self.name}; install the version that constraints.txt names"

@@ -15,6 +15,7 @@ from vlmtrain.core.config import (
     check_ranges,
 )
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import exists, is_dir
 
 # Of --loader; the others (template, system, media_root, max_samples, ignore_keys) hold for --tasks.
 _DATA_ONLY = ("packing", "unreadable", "too_long", "skip_limit", "workers", "verify")
@@ -61,5 +62,5 @@ class EvaluateConfig:
                     f"--loader.{name} is {value}, which says how --data is read; for --tasks it "
                     "means nothing: leave it out"
                 )
-        if self.output.exists() and not self.output.is_dir():
+        if exists(self.output) and not is_dir(self.output):
             raise UserError(f"--output {self.output} is a file; name a folder")

@@ -16,7 +16,7 @@ import tyro
 
 from vlmtrain.core.config import MediaSection, Seed, check_ranges
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import writing
+from vlmtrain.core.files import exists, is_dir, writing
 from vlmtrain.core.options import spelled
 from vlmtrain.core.progress import progress
 
@@ -71,9 +71,9 @@ class GenerateConfig:
                     raise UserError(f"--{name} does not go with --input; write it in the file")
             if self.output is None:
                 raise UserError("--input needs --output, the file to write the answers to")
-            if self.output.exists():
+            if exists(self.output):
                 raise UserError(f"--output {self.output} exists; name another file")
-            if not self.output.absolute().parent.is_dir():
+            if not is_dir(self.output.absolute().parent):
                 raise UserError(f"--output {self.output}: there is no such folder")
         elif self.output is not None:
             raise UserError("--output goes with --input; a single answer is printed")

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.core.files import is_dir, is_file
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
 from vlmtrain.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from vlmtrain.models.common.family import Family
@@ -60,12 +61,12 @@ def read_spec(folder: str | Path) -> ModelSpec:
             architecture; the message names the file and what to change.
     """
     path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
+    if not is_dir(folder):
         raise ModelConfigError(
             f"{folder}: no such folder; a model is a Hugging Face folder "
             "(config.json, *.safetensors, tokenizer.json)"
         )
-    if not path.is_file():
+    if not is_file(path):
         raise ModelConfigError(
             f"{path} is missing; a model is a folder with config.json and weights"
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import is_file
 from vlmtrain.core.toml import read_toml
 from vlmtrain.data.packing.costs import LANGUAGE_EFFICIENCY, VISION_EFFICIENCY
 
@@ -87,7 +88,7 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         PlanError: unknown name (with the nearest one), or a file that doesn't describe a GPU.
     """
-    if name.endswith(".toml") or Path(name).is_file():
+    if name.endswith(".toml") or is_file(name):
         return _from_toml(Path(name))
     key = name.lower().replace("_", "-").replace(" ", "-")
     key = {"a100": "a100-80", "a100-80gb": "a100-80"}.get(key, key)

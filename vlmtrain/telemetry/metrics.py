@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any
 
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import write_text, writing
+from vlmtrain.core.files import is_file, write_text, writing
 from vlmtrain.core.progress import time_left
 from vlmtrain.telemetry.ledger import StepResult
 
@@ -22,7 +22,7 @@ def _cut(path: Path, step: int) -> int:
     """Keep the lines of a file up to this step; returns the last one's step, 0 for none."""
     kept: list[str] = []
     last = 0
-    if step and path.is_file():
+    if step and is_file(path):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 of_line = json.loads(line)["step"]
@@ -70,7 +70,7 @@ class Metrics:
                 flush=True,
             )
         spikes = output / "spikes.jsonl"
-        if spikes.is_file():
+        if is_file(spikes):
             _cut(spikes, resumed_step)
         with writing(self.path):
             self._file = open(self.path, "a", encoding="utf-8")
@@ -88,7 +88,7 @@ class Metrics:
             import wandb as service
 
             own = output / "wandb_id"  # by which a resumed run goes on there
-            if not resumed_step or not own.is_file():
+            if not resumed_step or not is_file(own):
                 with writing(own):
                     write_text(own, secrets.token_hex(4))
             name = own.read_text(encoding="utf-8").strip()

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import write_text, writing
+from vlmtrain.core.files import is_dir, is_file, write_text, writing
 from vlmtrain.models.family import FAMILIES
 from vlmtrain.telemetry.charts import (
     LOW,
@@ -84,8 +84,8 @@ def read_run(run: Path) -> tuple[list[Row], dict[str, Any]]:
         UserError: as `write_report`.
     """
     path = run / "metrics.jsonl"
-    if not path.is_file():
-        near = sorted(p.parent for p in run.glob("*/metrics.jsonl")) if run.is_dir() else []
+    if not is_file(path):
+        near = sorted(p.parent for p in run.glob("*/metrics.jsonl")) if is_dir(run) else []
         hint = f"; did you mean {near[0]}?" if near else "; name the --output of vlmtrain train"
         raise UserError(f"{run} holds no metrics.jsonl{hint}")
     rows: list[Row] = []

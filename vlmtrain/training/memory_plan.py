@@ -13,6 +13,7 @@ from vlmtrain.core.collectives import on_first_rank
 from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.device import Backend
 from vlmtrain.core.errors import shown
+from vlmtrain.core.files import exists
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
@@ -130,7 +131,7 @@ class MemoryPlan:
 
     def _kept(self) -> Gpu | None:
         """On rank 0: the device as an earlier start has measured it."""
-        if not self.file.exists():
+        if not exists(self.file):
             return None
         try:
             return find_gpu(str(self.file))

@@ -28,7 +28,7 @@ from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.collectives import on_every_rank, on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import writing
+from vlmtrain.core.files import exists, is_dir, writing
 from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
@@ -272,7 +272,7 @@ class Trainer:
         """Samples to train on, held-out samples, and the checkpoint to go on from. On rank 0."""
         config, spec, length = self.config, self.spec, self.config.train.pack_length
         resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
-        if resume is None and (config.output / "hf").exists():
+        if resume is None and exists(config.output / "hf"):
             raise UserError(
                 f"--output {config.output} holds the model of a run (hf) and no checkpoint to go "
                 "on from, so that training would begin again and replace it; name another folder, "
@@ -333,7 +333,7 @@ class Trainer:
         extra = checkpoints.load(checkpoint, engine.parts, engine.optimizer, base)
         self.engine.guard.recent.extend(extra.get("norms", ()))
         best = extra.get("best")
-        if best and (checkpoint.parent / name_of(best["step"])).is_dir():
+        if best and is_dir(checkpoint.parent / name_of(best["step"])):
             self.best = best
             if self.config.checkpoint.keep_best and best.get("data") not in (None, self.held_out):
                 # Any loss is lower; until there is one, the checkpoint stays.
@@ -431,12 +431,12 @@ class Trainer:
 
 def _check_output(config: TrainConfig, lock: FolderLock) -> None:
     output = config.output
-    if output.exists() and not output.is_dir():
+    if exists(output) and not is_dir(output):
         raise UserError(f"--output {output} is a file; name a folder")
     with writing(f"--output {output}"):
         output.mkdir(parents=True, exist_ok=True)
     lock.acquire()  # a file in it
-    used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if (output / n).exists()]
+    used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if exists(output / n)]
     if used and config.checkpoint.resume == "none":
         raise UserError(
             f"--output {output} already holds a run ({used[0]}); continue it with "

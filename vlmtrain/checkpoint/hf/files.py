@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Box, WeightError, canonical_name, rows
 from vlmtrain.checkpoint.tensors import as_bytes, read_box
-from vlmtrain.core.files import MANIFEST, PIECE_BYTES, SummedFile
+from vlmtrain.core.files import MANIFEST, PIECE_BYTES, SummedFile, is_file
 from vlmtrain.core.spec import ModelSpec
 
 # Buffers that old releases stored and every release recomputes.
@@ -69,12 +69,12 @@ class HFWeights:
     def _files(self) -> dict[Path, list[str]]:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
-        if index.is_file() and single.is_file():  # transformers reads the latter
+        if is_file(index) and is_file(single):  # transformers reads the latter
             raise WeightError(
                 f"{self.folder} has {single.name} and {index.name}, two sets of weights; take one "
                 "of them out"
             )
-        if index.is_file():
+        if is_file(index):
             try:
                 given = json.loads(index.read_text())["weight_map"]
                 weight_map: dict[str, str] = {name: str(file) for name, file in given.items()}
@@ -83,7 +83,7 @@ class HFWeights:
             files: dict[Path, list[str]] = {}
             for name, file in weight_map.items():
                 files.setdefault(self.folder / file, []).append(name)
-            missing = sorted(p.name for p in files if not p.is_file())
+            missing = sorted(p.name for p in files if not is_file(p))
             if missing:
                 raise WeightError(
                     f"{self.folder}: {len(missing)} of {len(files)} weight files that "
@@ -96,7 +96,7 @@ class HFWeights:
                 if absent:
                     raise WeightError(f"{path} does not hold {absent[0]}, which {index.name} lists")
             return files
-        if single.is_file():
+        if is_file(single):
             return {single: list(self._header(single))}
         raise WeightError(
             f"{self.folder} has neither model.safetensors nor model.safetensors.index.json; "
@@ -266,7 +266,7 @@ class ModelFiles:
             self._content = {
                 path.name: path.read_bytes()
                 for path in sorted(self.folder.iterdir())
-                if path.is_file() and path.suffix in _CARRIED and path.name not in _NOT_CARRIED
+                if is_file(path) and path.suffix in _CARRIED and path.name not in _NOT_CARRIED
             }
         except OSError as error:
             raise WeightError(f"{error.filename} can't be read: {error.strerror}") from error

@@ -20,7 +20,7 @@ from vlmtrain.checkpoint.mapping import (
 )
 from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader
 from vlmtrain.checkpoint.tensors import check_finite, hf_shapes
-from vlmtrain.core.files import MANIFEST, verify_manifest
+from vlmtrain.core.files import MANIFEST, is_file, verify_manifest
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 
 # What a training checkpoint holds beside a weight, under these and the weight's key, in float32.
@@ -53,7 +53,7 @@ class MegatronSource:
     def check(self) -> None:
         """Raise WeightError unless the checkpoint holds the model that config.json describes."""
         self.check_names()
-        if (self.folder / MANIFEST).is_file():
+        if is_file(self.folder / MANIFEST):
             verify_manifest(self.folder)
 
     def check_names(self) -> None:

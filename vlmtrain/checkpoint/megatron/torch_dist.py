@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Box
 from vlmtrain.checkpoint.tensors import as_bytes, read_box
-from vlmtrain.core.files import CheckpointError, SummedFile
+from vlmtrain.core.files import CheckpointError, SummedFile, is_file
 
 COMMON = "common.pt"
 
@@ -234,7 +234,7 @@ class _Unpickler(pickle.Unpickler):
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder holds a distributed checkpoint."""
-    return (folder / ".metadata").is_file()
+    return is_file(folder / ".metadata")
 
 
 class ChunkReader:

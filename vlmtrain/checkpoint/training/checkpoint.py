@@ -48,6 +48,7 @@ from vlmtrain.core.files import (
     MANIFEST,
     CheckpointError,
     fsync_path,
+    is_dir,
     manifest_of,
     remove,
     replace_folder,
@@ -87,7 +88,7 @@ class Saver:
         self.folder, self.source, self.adapt = folder, source, adapt
         self.keep, self.keep_every = keep, keep_every
         self._writer: _Writer | None = None
-        if dist.get_rank() == 0 and folder.is_dir():
+        if dist.get_rank() == 0 and is_dir(folder):
             for path in folder.iterdir():  # of a run that was killed
                 if _LEFTOVER.match(path.name):
                     shutil.rmtree(path, ignore_errors=True)
@@ -177,7 +178,7 @@ class Saver:
         work, target = writer.work, writer.target
         known = {name: entry for _, files, _ in results for name, entry in files.items()}
         write_metadata(work, [chunk for chunks, _, _ in results for chunk in chunks])
-        history = [step for step in self._history if (self.folder / name_of(step)).is_dir()]
+        history = [step for step in self._history if is_dir(self.folder / name_of(step))]
         history.append(writer.common["step"])
         write_common(work, {**writer.common, "history": history})
         self.source.write(work, writer.dtype, self.adapt)
@@ -300,7 +301,7 @@ def find(folder: Path, resume: str) -> Path | None:
             path = folder / name_of(int(resume))
         elif (named := pointed_at(path)) is not None:
             path = named
-        if not path.is_dir():
+        if not is_dir(path):
             have = f"there are steps {steps}" if steps else "there is none"
             raise CheckpointError(f"{path} does not exist; {have}")
     step = int(path.name[-8:])

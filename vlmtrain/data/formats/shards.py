@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.core.files import is_file
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import Record
 from vlmtrain.data.processor import Measure, MediaLayout
@@ -44,7 +45,7 @@ class ShardSource:
         """
         shards = self._header()
         for path, size in shards:
-            actual = os.path.getsize(path) if os.path.isfile(path) else None
+            actual = os.path.getsize(path) if is_file(path) else None
             if actual != size:
                 state = "is missing" if actual is None else f"has {actual} bytes"
                 raise DataError(
@@ -143,7 +144,7 @@ class ShardSource:
         """(path, bytes) of every shard."""
         if self._shards is not None:
             return self._shards
-        if not os.path.isfile(self.path):
+        if not is_file(self.path):
             raise DataError(
                 f"{self.folder} has no {INDEX_NAME}: it is no folder of shards, or its build was "
                 "interrupted; run 'vlmtrain data build' (again)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.core.files import exists, is_dir
 from vlmtrain.core.toml import read_toml
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import natural_order
@@ -63,7 +64,7 @@ def parse_sources(
         name = str(item).strip()
         weight = 1.0
         match = _WEIGHTED.fullmatch(name)
-        if match and not Path(name).exists():
+        if match and not exists(name):
             name, weight = match["path"], float(match["weight"])
         if not name:
             continue
@@ -99,9 +100,9 @@ def parse_sources(
 def _files(source: SourceSpec) -> list[SourceSpec]:
     """The source; of a pattern each file, and of a folder each source in it, 2 before 10."""
     path = Path(source.path)
-    if path.is_dir():
+    if is_dir(path):
         names = [str(one) for one in _in_folder(path, set())] or [source.path]
-    elif path.exists() or not glob.has_magic(source.path):
+    elif exists(path) or not glob.has_magic(source.path):
         return [source]
     else:
         names = glob.glob(source.path, recursive=True)
@@ -116,7 +117,7 @@ def _in_folder(folder: Path, seen: set[Path]) -> list[Path]:
     if folder.resolve() in seen:  # a link leads back
         return []
     seen.add(folder.resolve())
-    if (folder / INDEX_NAME).exists():
+    if exists(folder / INDEX_NAME):
         return [folder]
     found: list[Path] = []
     try:

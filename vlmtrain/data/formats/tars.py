@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmtrain.core.files import exists
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import IMAGE_SUFFIXES, natural_order
 from vlmtrain.data.formats.json_source import Record
@@ -213,7 +214,7 @@ def _split(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """Energon's split.yaml, or where there is none its split.json."""
     for name in ("split.yaml", "split.json"):
         path = folder / _META / name
-        if path.exists():
+        if exists(path):
             return path, _yaml(path)
     return None, {}
 
@@ -254,7 +255,7 @@ def field_map(folder: Path) -> dict[str, str] | None:
         DataError: another type of sample, or one made by code.
     """
     path = folder / _META / "dataset.yaml"
-    if not path.exists():
+    if not exists(path):
         return None
     config = _yaml(path)
     kind = str((config.get("sample_type") or {}).get("__class__") or config.get("__class__"))

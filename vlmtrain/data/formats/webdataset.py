@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlmtrain.core.files import write_bytes
+from vlmtrain.core.files import exists, is_dir, write_bytes
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.energon import META_FOLDER, write_energon
 from vlmtrain.data.formats.entries import suffix_of
@@ -229,9 +229,9 @@ class _Shard:
 
 
 def _reader(source: str | Path, media_root: str | Path | None, ignored: Collection[str]) -> Any:
-    if "," in str(source) and not Path(source).exists():
+    if "," in str(source) and not exists(source):
         raise DataError(f"{source}: no such file; --data takes one file, each its own --output")
-    if Path(source).is_dir():
+    if is_dir(source):
         raise DataError(
             f"{source} is a folder; --data takes a .json, .jsonl, .parquet or .tar file"
         )
@@ -484,9 +484,9 @@ def _json_lines(items: Iterable[dict[str, Any]]) -> bytes:
 
 def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
     """Make the target ready for this many shards. Returns whether it was created here."""
-    if folder.exists() and not folder.is_dir():
+    if exists(folder) and not is_dir(folder):
         raise DataError(f"{folder} is a file; --output must be a folder")
-    created = not folder.exists()
+    created = not exists(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -494,7 +494,7 @@ def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
     foreign = [path.name for path in folder.iterdir() if not _OWN_FILES.fullmatch(path.name)]
     if foreign:
         raise DataError(f"{folder} holds other files ({foreign[0]}, ...); name an empty folder")
-    finished = (folder / INDEX_NAME).exists()
+    finished = exists(folder / INDEX_NAME)
     if finished and not overwrite:
         raise DataError(
             f"{folder} holds a finished build; name another --output, or pass --overwrite"
@@ -505,7 +505,7 @@ def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
     try:
         for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX_NAME):
             name = path.name.split(".")[0]
-            kept = path.suffix in (".part", ".tar") and (folder / f"{name}.part").exists()
+            kept = path.suffix in (".part", ".tar") and exists(folder / f"{name}.part")
             if path.name == META_FOLDER:
                 shutil.rmtree(path)
             elif finished or name not in wanted or not kept:

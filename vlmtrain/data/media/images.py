@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
+from vlmtrain.core.files import is_file
 from vlmtrain.core.spec import VisionSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.media import native
@@ -172,7 +173,7 @@ def read_config(folder: str | Path, nested: str, *files: str) -> tuple[dict[str,
     """
     for name, key in [("processor_config.json", nested), *((file, None) for file in files)]:
         path = Path(folder) / name
-        if not path.is_file():
+        if not is_file(path):
             continue
         try:
             config = json.loads(path.read_text(encoding="utf-8"))

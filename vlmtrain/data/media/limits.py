@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.config import MediaSection
+from vlmtrain.core.files import is_file
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.media.images import ImageSettings, read_config
 from vlmtrain.data.media.videos import VideoSettings
@@ -100,7 +101,7 @@ def write_settings(folder: Path, images: ImageSettings, videos: VideoSettings) -
         ("video_processor", "video_preprocessor_config.json", videos.images, sampling),
     ):
         config, where = read_config(folder, nested, name)
-        path = Path(where) if Path(where).is_file() else folder / name
+        path = Path(where) if is_file(where) else folder / name
         config = {**config, **more}
         if nested == "video_processor" and videos.fps != (config.get("fps") or VideoSettings.fps):
             config["fps"] = videos.fps
