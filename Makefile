@@ -1,4 +1,4 @@
-# make demo and make test set up everything they need on a machine with Python 3.10 to 3.13 and
+# make demo and make test set up everything they need on a machine with Python 3.10 to 3.14 and
 # a C++17 compiler. PYTHON=python3.12 chooses another interpreter for the virtual environment.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c

@@ -103,6 +103,8 @@ def change(folder: Path, **values) -> None:
         ({"init_lora_weights": "lora_ga"}, ["init_lora_weights", "lora_ga"]),
         ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({"layer_replication": [[0, 2], [0, 2]]}, ["layer_replication"]),
+        ({"kasa_config": {"beta": 1e-3}}, ["kasa_config"]),
         ({"peft_type": "IA3"}, ["IA3"]),
         ({"base_model_name_or_path": "Qwen/Qwen2.5-VL-3B"}, ["Qwen/Qwen2.5-VL-3B", "no folder"]),
     ],

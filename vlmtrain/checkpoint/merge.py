@@ -37,6 +37,12 @@ _PLAIN: dict[str, Any] = {
     "bias": "none",
     "lora_bias": False,
     "alora_invocation_tokens": None,
+    "layer_replication": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
 }
 # Initialisations of adapters that change the weights under them: merged into the folder that the
 # adapter names they would give another model.
