@@ -293,9 +293,11 @@ class ChunkReader:
         """A box of a tensor, only its bytes read; `into` (of the box's shape) receives it.
 
         Raises:
-            CheckpointError: a file is missing, cut short or not readable.
+            CheckpointError: a file is missing, cut short or not readable, or no chunk holds a part
+                of the box.
         """
         sizes = [stop - first for first, stop in box]
+        found = 0
         out = torch.empty(sizes, dtype=self.dtype(key)) if into is None else into
         for chunk in self._chunks[key]:
             inside, outside = [], []
@@ -307,6 +309,12 @@ class ChunkReader:
                 outside.append(slice(low - first, high - first))
             else:
                 self._read_part(chunk, tuple(inside), out[tuple(outside)])
+                found += math.prod(high - low for low, high in inside)
+        if found < math.prod(sizes):
+            raise CheckpointError(
+                f"{self.folder} is damaged: of {key} only {found} of {math.prod(sizes)} elements of "
+                f"{list(box)} are there"
+            )
         return out
 
     def _read_part(self, chunk: Chunk, box: Box, out: Tensor) -> None:
