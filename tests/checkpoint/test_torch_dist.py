@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from vlmtrain.checkpoint.megatron.torch_dist import (
+    COMMON,
     Chunk,
     ChunkFile,
     ChunkReader,
     is_checkpoint,
+    read_common,
     write_metadata,
 )
 from vlmtrain.core.files import CheckpointError
@@ -142,6 +146,44 @@ def test_what_ranks_do_not_agree_on_is_not_written(tmp_path) -> None:
         assert not is_checkpoint(tmp_path)
 
 
+class Call:
+    """Pickled as a call, which happens where it is read."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_reading_a_checkpoint_runs_no_code_of_it(tmp_path) -> None:
+    mark = tmp_path / "mark"
+    for call in (
+        Call(os.mkdir, str(mark)),
+        Call(Path.mkdir, mark),
+        Call(torch.set_default_dtype, torch.float32),
+        Call(getattr, Path, "cwd"),
+        Call(getattr, str, "upper"),
+    ):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(call))
+        with pytest.raises(CheckpointError, match=".metadata is damaged .* has no place in a"):
+            ChunkReader(tmp_path)
+    for data in (b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(None)):
+        (tmp_path / ".metadata").write_bytes(data)
+        with pytest.raises(CheckpointError, match=".metadata is damaged"):
+            ChunkReader(tmp_path)
+    torch.save({"iteration": Call(os.mkdir, str(mark))}, tmp_path / COMMON)
+    with pytest.raises(CheckpointError, match="common.pt can't be read"):
+        read_common(tmp_path)
+    assert not mark.exists()
+
+
+def test_what_is_no_tensor_is_left_out(tmp_path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path)
+    dcp.save({"x": torch.arange(3), "y": {"z": {1, 2}}}, storage_writer=writer, no_dist=True)
+    assert ChunkReader(tmp_path).keys() == {"x"}
+
+
 def test_files_that_are_damaged(tmp_path) -> None:
     tensor = torch.randn(50, 4)
     file = ChunkFile(tmp_path / "__0_0.distcp")
@@ -150,7 +192,8 @@ def test_files_that_are_damaged(tmp_path) -> None:
     write_metadata(tmp_path, file.chunks)
     whole = file.path.read_bytes()
     box = ((0, 50), (0, 4))
-    for data in (whole[:-40], whole[: len(whole) // 2], b"", b"\0" * len(whole)):
+    stored = whole.replace(b"/data/0", b"/data/1")  # a tensor that is not there
+    for data in (whole[:-40], whole[: len(whole) // 2], b"", b"\0" * len(whole), stored):
         file.path.write_bytes(data)
         with pytest.raises(CheckpointError, match="__0_0.distcp can't be read"):
             ChunkReader(tmp_path).read("x", box)

@@ -312,8 +312,8 @@ class ChunkReader:
                 found += math.prod(high - low for low, high in inside)
         if found < math.prod(sizes):
             raise CheckpointError(
-                f"{self.folder} is damaged: of {key} only {found} of {math.prod(sizes)} elements of "
-                f"{list(box)} are there"
+                f"{self.folder} is damaged: of {key} only {found} of {math.prod(sizes)} elements "
+                f"of {list(box)} are there"
             )
         return out
 
