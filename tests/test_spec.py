@@ -95,6 +95,8 @@ def test_keys_are_looked_for_where_transformers_looks(name):
             ["rope_type is 'yarn'", "default"],
         ),
         ({"vision_config": None}, ["vision_config"]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quantized (awq)"]),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, ["quantized (fp8)"]),
     ],
 )
 def test_refused(change, words, tmp_path):

@@ -50,6 +50,13 @@ def parse_spec(config: dict[str, Any]) -> ModelSpec:
         raise ModelConfigError(
             f"model_type is {name!r}; this project trains {', '.join(names)} and {last}"
         )
+    for section in (config, config.get("text_config") or {}):
+        if section.get("quantization_config"):  # fp8, awq, gptq, bitsandbytes: other tensors
+            method = section["quantization_config"].get("quant_method")
+            raise ModelConfigError(
+                f"quantization_config says that the weights are quantized ({method}); take the "
+                "folder of this model whose weights are not"
+            )
     return FAMILIES[name].read(config)
 
 
