@@ -175,6 +175,17 @@ def edit(source: Path, target: Path, change) -> Path:
         (lambda t: next(v for n, v in t.items() if "up_proj" in n)[3].fill_(math.inf), ["up_proj"]),
         (lambda t: next(v for n, v in t.items() if "q_proj.bias" in n)[0].fill_(math.nan), ["NaN"]),
         (
+            lambda t: t["model.embed_tokens.weight"][-1].fill_(math.inf),
+            ["embed_tokens", "infinite"],
+        ),
+        (lambda t: t["lm_head.weight"][:, -1].fill_(math.nan), ["lm_head.weight", "NaN"]),
+        (
+            lambda t: t.update(
+                {n: v.flatten(1, 3) for n, v in t.items() if n.endswith("patch_embed.proj.weight")}
+            ),
+            ["patch_embed.proj.weight", "does not fit"],
+        ),
+        (
             lambda t: t.update(
                 {n: v[:, :-1].clone() for n, v in t.items() if "layers.1.mlp.gate_proj" in n}
             ),
@@ -223,6 +234,9 @@ def edit(source: Path, target: Path, change) -> Path:
         "unexpected",
         "inf",
         "nan",
+        "embedding",
+        "head's",
+        "patches",
         "misshapen",
         "norm",
         "all layers",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.released import released_spec
+from vlmtrain.checkpoint import tensors
 from vlmtrain.checkpoint.convert import layer_count, stage_of
 from vlmtrain.checkpoint.mapping import (
+    WeightError,
     canonical_name,
     checkpoint_key,
     join,
@@ -21,7 +25,7 @@ from vlmtrain.checkpoint.mapping import (
     split,
     transforms,
 )
-from vlmtrain.checkpoint.tensors import hf_shapes
+from vlmtrain.checkpoint.tensors import check_finite, hf_shapes, read_box
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec, VisionSpec, padded_vocab_size
 from vlmtrain.parallel.layout import make_layout
@@ -256,3 +260,39 @@ def test_both_styles_of_names(name, canonical):
 def test_sizes_that_can_not_be_split():
     with pytest.raises(UserError, match="can't be split"):
         pieces([3420, 4], 0, 1, 0, 8)
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 23])
+def test_a_box_of_a_tensor_in_a_file(piece: int, tmp_path: Path, monkeypatch) -> None:
+    """Of any shape, with rows of zeros behind it; a file that ends early is an error."""
+    monkeypatch.setattr(tensors, "PIECE_BYTES", piece)
+    path = tmp_path / "file"
+    for shape in ((9,), (7, 5), (4, 3, 6), (3, 2, 4, 5), ()):
+        dtype = random.choice((torch.float32, torch.bfloat16, torch.float64))
+        whole, start = torch.randn(shape).to(dtype), random.randrange(20)
+        path.write_bytes(bytes(start) + whole.view(-1).view(torch.uint8).numpy().tobytes())
+        for _ in range(8):
+            box = tuple(tuple(sorted(random.sample(range(n + 1), 2))) for n in shape)
+            want = whole[tuple(slice(*side) for side in box)]
+            more = random.randrange(4)
+            with open(path, "rb", buffering=0) as file:
+                assert torch.equal(read_box(file, start, shape, dtype, box), want)
+                if not shape:
+                    continue
+                padded = read_box(file, start, shape, dtype, box, rows=len(want) + more)
+            assert torch.equal(padded[: len(want)], want) and len(padded) == len(want) + more
+            assert not padded[len(want) :].any()
+        path.write_bytes(path.read_bytes()[:-1])
+        with open(path, "rb", buffering=0) as file, pytest.raises(WeightError, match="cut short"):
+            read_box(file, start, shape, dtype, tuple((0, n) for n in shape))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite(bad: float, monkeypatch) -> None:
+    monkeypatch.setattr(tensors, "_FINITE_STEP", 4)
+    for count in (1, 4, 5, 9, 12):
+        tensor = torch.randn(count)
+        check_finite(tensor, "x")
+        tensor[random.randrange(count)] = bad
+        with pytest.raises(WeightError, match="x holds NaN or infinite values"):
+            check_finite(tensor, "x")

@@ -114,7 +114,7 @@ void* prepare(char* stack, void (*entry)()) {
 // Runs `to`, or the launching thread where null; comes back when something switches here.
 void switch_to(Fiber* to, bool for_good) {
   Fiber* me = current;
-  void* lost;
+  static void* lost;  // not on this stack, of which AddressSanitizer may unmap a part below
   void** save = for_good ? &lost : me ? &me->context : &m.host;
 #if EMU_ASAN
   void** fake = for_good ? nullptr : me ? &me->fake_stack : &m.host_fake_stack;
