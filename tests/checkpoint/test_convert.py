@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
-import pickle
 import random
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path, PosixPath
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.checkpoint.test_mapping import shapes_of
 from tests.parity import reference as ref
@@ -27,7 +24,7 @@ from vlmtrain import cli
 from vlmtrain.checkpoint import convert
 from vlmtrain.checkpoint.hf.files import HFWeights, SafetensorsWriter
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
-from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader, _Unpickler
+from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader
 from vlmtrain.checkpoint.weights import check_weights
 from vlmtrain.convert.verify import compare
 from vlmtrain.core import files
@@ -568,27 +565,3 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
         grown = int(done.stdout.split()[-1])
         print(f"{arguments[0]}: {grown / largest:.2f} x the largest tensor")
         assert grown < 2.5 * largest, done.stdout
-
-
-class _Getattr:
-    """Pickled as getattr(owner, name)."""
-
-    def __init__(self, owner: type, name: str) -> None:
-        self.arguments = (owner, name)
-
-    def __reduce__(self) -> tuple[object, tuple[type, str]]:
-        return getattr, self.arguments
-
-
-def test_an_enum_is_read_as_any_python_writes_it() -> None:
-    """Early releases of 3.11 pickle a member as getattr, which may give members alone."""
-
-    def loaded(x: object) -> object:
-        return _Unpickler(io.BytesIO(pickle.dumps(x))).load()
-
-    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
-    assert loaded(member) is member
-    assert loaded(_Getattr(_MEM_FORMAT_ENCODING, member.name)) is member
-    for owner, name in ((PosixPath, "unlink"), (_MEM_FORMAT_ENCODING, "__class__")):
-        with pytest.raises((pickle.UnpicklingError, KeyError)):
-            loaded(_Getattr(owner, name))

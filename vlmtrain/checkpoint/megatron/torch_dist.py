@@ -18,7 +18,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -215,15 +215,22 @@ def _enum_member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
+_TORCH = "torch.distributed.checkpoint."
+
+
 class _Unpickler(pickle.Unpickler):
     """Loads torch's metadata classes and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
+        if module.startswith(_TORCH):  # whose modules lead to all that they import
+            found = super().find_class(module, name)
+            plain = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            if plain and found.__module__.startswith(_TORCH):
+                return found
         known = (
-            module.startswith("torch.distributed.checkpoint.")
-            or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
+            (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
             or (module, name) in (("pathlib", "PosixPath"), ("collections", "OrderedDict"))
         )
