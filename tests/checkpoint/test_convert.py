@@ -344,6 +344,32 @@ def test_damage_is_found_before_use(models, tmp_path):
         assert "__1_0.distcp" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("text_config", "num_hidden_layers", 3, "linear_qkv.* holds 4 layers, config.json says 3"),
+        ("vision_config", "depth", 5, "vision.* holds 4 layers, config.json says 5"),
+        ("text_config", "intermediate_size", 107, r"linear_fc1.weight \[216, 96\] .*need 20544"),
+        ("text_config", "vocab_size", 257, r"word_embeddings.weight \[256, 96\] .*need 24672"),
+        ("text_config", "tie_word_embeddings", False, "output_layer.weight is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_a_checkpoint_of_another_model_is_named(section, key, value, words, models, tmp_path):
+    """Of the words a checkpoint holds more rows than the model has, never fewer."""
+    source = models["tied" if key.startswith("tie") else "untied"]
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[0]))
+    (tmp_path / "a" / "manifest.json").unlink()
+    check_weights(tmp_path / "a", read_spec(tmp_path / "a"))
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config[section][key] = value
+    if key in config:
+        config[key] = value
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightError, match=words):
+        check_weights(tmp_path / "a", read_spec(tmp_path / "a"))
+
+
 def test_verify_tells_one_changed_bit(models, tmp_path, capsys):
     source = models["untied"]
     convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[1]))
