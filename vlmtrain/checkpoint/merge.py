@@ -140,6 +140,12 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
             f"{folder / ADAPTER_CONFIG}: init_lora_weights is {start!r}, which has changed the "
             "base weights too; merge the adapter with peft and pass the merged folder"
         )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)):
+        raise WeightError(
+            f"{folder / ADAPTER_CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; they must be the "
+            "numbers that the adapter was trained with"
+        )
     path = folder / "adapter_model.safetensors"
     try:
         tensors = load_file(path)
@@ -165,6 +171,11 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
                 f"{path}: the adapter of {name} "
                 + ("has no such weight in the model" if name not in known else "lacks A or B")
             )
+        if pair["A"].shape[:1] != (rank,):
+            raise WeightError(
+                f"{path}: A of {name} is {list(pair['A'].shape)}, {ADAPTER_CONFIG} says that r is "
+                f"{rank}"
+            )
     source = open_weights(base, spec)
     for row in rows(spec):
         names = [canonical_name(name) for name in row.hf]
@@ -179,7 +190,7 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
                 )
     if copies:
         raise WeightError(f"{path}: {min(copies)} is no weight of the model")
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
     def adapters(name: str) -> tuple[Tensor, Tensor] | None:
         pair = pairs.get(canonical_name(name))
