@@ -1,118 +1,124 @@
-"""megatron-core's checkpoint format beside torch's own reader and writer of it."""
+"""Megatron's format of checkpoints: what torch and megatron-core read of it, and damage."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import pickle
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+import zipfile
+from dataclasses import replace
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from vlmtrain.checkpoint.megatron.torch_dist import (
     COMMON,
     Chunk,
     ChunkFile,
     ChunkReader,
-    is_checkpoint,
+    _Unpickler,
     read_common,
     write_metadata,
 )
 from vlmtrain.core.files import CheckpointError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
-Box = tuple[tuple[int, int], ...]
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape).mul(8).to(dtype)
+def cut(shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+    """A tensor into boxes along random lines."""
+    lines = [sorted({0, n, *random.sample(range(n), min(n, 2))}) for n in shape]
+    return [list(box) for box in itertools.product(*(itertools.pairwise(line) for line in lines))]
 
 
-def cut(box: Box, times: int) -> Iterator[Box]:
-    """A box as up to 2 ** times boxes, cut at random places."""
-    wide = [i for i, (first, stop) in enumerate(box) if stop - first > 1]
-    if not times or not wide:
-        yield box
-        return
-    i = random.choice(wide)
-    first, stop = box[i]
-    at = random.randrange(first + 1, stop)
-    for part in ((first, at), (at, stop)):
-        yield from cut((*box[:i], part, *box[i + 1 :]), times - 1)
+def slices(box: list[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in box)
 
 
-def part_of(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(*side) for side in box)]
-
-
-def written(folder: Path, tensors: dict[str, Tensor]) -> list[Chunk]:
-    """Every tensor in up to eight chunks, dealt over three files in random order."""
-    pieces = [
-        (key, box)
-        for key, tensor in tensors.items()
-        for box in cut(tuple((0, n) for n in tensor.shape), 3)
-    ]
-    random.shuffle(pieces)
-    files = [ChunkFile(folder / f"__{i}_0.distcp") for i in range(3)]
-    for key, box in pieces:
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Chunk]:
+    """Two files with the boxes of every tensor, in any order."""
+    files = [ChunkFile(folder / f"__{rank}_0.distcp") for rank in range(2)]
+    jobs = [(key, box) for key, tensor in tensors.items() for box in cut(tuple(tensor.shape))]
+    random.shuffle(jobs)
+    for key, box in jobs:
         tensor = tensors[key]
-        offsets = tuple(first for first, _ in box)
-        random.choice(files).add(key, tuple(tensor.shape), offsets, part_of(tensor, box))
+        random.choice(files).add(key, tensor.shape, [a for a, _ in box], tensor[slices(box)])
     for file in files:
-        entry = file.close()
-        assert entry["bytes"] == file.path.stat().st_size
+        file.close()
     return [chunk for file in files for chunk in file.chunks]
 
 
-@pytest.fixture
-def tensors() -> dict[str, Tensor]:
-    shapes = ((7,), (5, 9), (3, 4, 6), (2, 3, 1, 5), (1, 1, 8), (1, 1), ())
-    return {
-        f"{dtype}.{len(shape)}.{i}": drawn(shape, dtype)
-        for dtype in DTYPES
-        for i, shape in enumerate(shapes)
-    }
+def drawn() -> dict[str, torch.Tensor]:
+    shapes = [(), (1,), (7,), (1, 1, 1), (1, 4, 3), (5, 1, 6), (3, 4, 5), (2, 3, 2, 3)]
+    return {f"t{i}": torch.randn(n).to(random.choice(TYPES)) for i, n in enumerate(shapes)}
 
 
-def test_torch_reads_what_is_written(tensors, tmp_path) -> None:
-    write_metadata(tmp_path, written(tmp_path, tensors))
-    assert is_checkpoint(tmp_path) and not is_checkpoint(tmp_path / "__0_0.distcp")
-    found = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    for key, tensor in tensors.items():
-        assert torch.equal(found[key], tensor), key
+def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+    """And megatron-core knows the format by its file."""
+    want = drawn()
+    write_metadata(tmp_path, write(tmp_path, want))
+    got = {key: torch.full_like(tensor, torch.nan) for key, tensor in want.items()}
+    dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key
+    assert maybe_load_config(str(tmp_path)) == CheckpointingConfig("torch_dist", 1, "torch", 1)
 
 
-@pytest.mark.parametrize("writer", ["ours", "torch"])
-def test_any_box_of_a_tensor(writer: str, tensors, tmp_path) -> None:
-    if writer == "ours":
-        write_metadata(tmp_path, written(tmp_path, tensors))
+@pytest.mark.parametrize("ours", [True, False])
+def test_any_box_is_read(ours: bool, tmp_path: Path) -> None:
+    """Of our files and of torch's, which hold more than tensors, into any memory."""
+    want = drawn()
+    if ours:
+        write_metadata(tmp_path, write(tmp_path, want))
     else:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+        state = {**want, "step": 7, "words": ["a", "b"]}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     reader = ChunkReader(tmp_path)
-    assert reader.keys() == tensors.keys()
-    for key, tensor in tensors.items():
-        assert reader.shape(key) == tuple(tensor.shape) and reader.dtype(key) == tensor.dtype
-        for _ in range(6):
-            box = tuple(tuple(sorted(random.choices(range(n + 1), k=2))) for n in tensor.shape)
-            want = part_of(tensor, box)
-            assert torch.equal(reader.read(key, box), want), (key, box)
-            # Into memory whose rows are not dense, and of another type.
-            wide = torch.full((*want.shape[:-1], (want.shape or (1,))[-1] + 2), 0, dtype=want.dtype)
-            into = wide[..., 1:-1] if want.dim() else wide[1]
-            reader.read(key, box, into=into)
-            assert torch.equal(into, want), (key, box)
-            double = torch.zeros(want.shape, dtype=torch.float64)
-            reader.read(key, box, into=double)
-            assert torch.equal(double, want.double()), (key, box)
+    assert reader.keys() == want.keys()
+    for key, tensor in want.items():
+        assert reader.shape(key) == tensor.shape and reader.dtype(key) == tensor.dtype
+        for _ in range(10):
+            pairs = [sorted(random.sample(range(n + 1), 2)) for n in tensor.shape]
+            box = tuple((first, stop) for first, stop in pairs)
+            part = tensor[slices(list(box))]
+            assert torch.equal(reader.read(key, box), part), (key, box)
+            for kind in (tensor.dtype, torch.float64):
+                whole = torch.full([n + 2 for n in part.shape], torch.nan, dtype=kind)
+                inside = whole[tuple(slice(1, n + 1) for n in part.shape)]
+                reader.read(key, box, into=inside)
+                assert torch.equal(inside, part.to(kind)), (key, box, kind)
+                assert whole.isnan().sum() == whole.numel() - part.numel()
 
 
-def test_what_is_missing_is_no_memory_of_another(tmp_path) -> None:
+def test_a_place_without_offsets(tmp_path: Path) -> None:
+    """A tensor that is one chunk may be listed by its name alone."""
+    file = ChunkFile(tmp_path / "__0_0.distcp")
+    tensor = torch.randn(3, 2)
+    file.add("x", (3, 2), (0, 0), tensor)
+    file.close()
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 2)))
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((3, 2)), [chunk])
+    place = _StorageInfo("__0_0.distcp", 0, file.chunks[0].length)
+    with open(tmp_path / ".metadata", "wb") as handle:
+        pickle.dump(Metadata({"x": entry}, storage_data={MetadataIndex("x"): place}), handle)
+    assert torch.equal(ChunkReader(tmp_path).read("x", ((0, 3), (0, 2))), tensor)
+
+
+def test_what_is_missing_is_no_memory_of_another(tmp_path: Path) -> None:
     """A chunk that `.metadata` does not name is an error only to who asks for it."""
     tensor = torch.randn(6, 4)
     file = ChunkFile(tmp_path / "__0_0.distcp")
@@ -130,75 +136,103 @@ def test_what_is_missing_is_no_memory_of_another(tmp_path) -> None:
         reader.read("x", ((2, 5), (1, 4)))
 
 
-def test_what_ranks_do_not_agree_on_is_not_written(tmp_path) -> None:
-    def chunk(shape, dtype, offset, rows) -> Chunk:
-        return Chunk("x", shape, dtype, (offset, 0), (rows, 4), "__0_0.distcp", 0, 0)
-
-    first = chunk((6, 4), torch.float32, 0, 3)
+def test_chunks_that_are_no_whole_tensor_are_not_written(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    whole = ((4, 3), (0, 0), x)
     for other, words in (
-        (chunk((6, 4), torch.float32, 3, 2), "20 of 24 elements of x"),
-        (chunk((6, 4), torch.float32, 2, 4), "28 of 24 elements of x"),
-        (chunk((6, 4), torch.bfloat16, 3, 3), r"torch.float32 \[6, 4\] on one rank and torch.bf"),
-        (chunk((7, 4), torch.float32, 3, 3), r"\[6, 4\] on one rank and torch.float32 \[7, 4\]"),
+        (((4, 4), (0, 0), x), r"x is torch.float32 \[4, 3\] on one rank .* \[4, 4\] on another"),
+        (((4, 3), (0, 0), x.bfloat16()), "x is torch.float32 .*torch.bfloat16 .* on another"),
+        (((4, 3), (3, 0), x[3:]), "15 of 12 elements of x were written once"),
     ):
+        file = ChunkFile(tmp_path / "a.distcp")
+        file.add("x", *whole)
+        file.add("x", *other)
+        file.close()
         with pytest.raises(CheckpointError, match=words):
-            write_metadata(tmp_path, [first, other])
-        assert not is_checkpoint(tmp_path)
+            write_metadata(tmp_path, file.chunks)
+    file = ChunkFile(tmp_path / "a.distcp")
+    file.add("x", (4, 3), (0, 0), x[:3])
+    file.close()
+    with pytest.raises(CheckpointError, match="9 of 12 elements of x were written once"):
+        write_metadata(tmp_path, file.chunks)
+    assert not (tmp_path / ".metadata").exists()
 
 
-class Call:
-    """Pickled as a call, which happens where it is read."""
+def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.distcp"
+    chunks = ChunkFile(file)
+    chunks.add("x", (600,), (0,), torch.randn(600))
+    chunks.close()
+    write_metadata(tmp_path, chunks.chunks)
+    (chunk,) = chunks.chunks
+    good, packed = file.read_bytes(), io.BytesIO()
+    assert ChunkReader(tmp_path).read("x", ((0, 600),)).shape == (600,)
+    with (  # compressed, as nothing writes it
+        zipfile.ZipFile(io.BytesIO(good)) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other,
+    ):
+        for name in plain.namelist():
+            other.writestr(name, plain.read(name))
+    for content, length, words in (
+        (good[:-5], chunk.length, "not a zip file"),
+        (b"", chunk.length, "not a zip file"),
+        (good.replace(b"/data/0", b"/data/1"), chunk.length, "no plain tensor data"),
+        (packed.getvalue(), len(packed.getvalue()), "no plain tensor data"),
+    ):
+        file.write_bytes(content)
+        write_metadata(tmp_path, [replace(chunk, length=length)])
+        with pytest.raises(CheckpointError, match=f"a.distcp can't be read: .*{words}"):
+            ChunkReader(tmp_path).read("x", ((0, 600),))
+    file.unlink()
+    with pytest.raises(CheckpointError, match="a.distcp can't be read: .*No such file"):
+        ChunkReader(tmp_path).read("x", ((0, 600),))
 
-    def __init__(self, function: Any, *arguments: Any) -> None:
+
+class _Call:
+    """Pickled as a call."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
         self.call = function, arguments
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> object:
         return self.call
 
 
-def test_reading_a_checkpoint_runs_no_code_of_it(tmp_path) -> None:
-    mark = tmp_path / "mark"
-    for call in (
-        Call(os.mkdir, str(mark)),
-        Call(Path.mkdir, mark),
-        Call(torch.set_default_dtype, torch.float32),
-        Call(getattr, Path, "cwd"),
-        Call(getattr, str, "upper"),
-    ):
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(call))
-        with pytest.raises(CheckpointError, match=".metadata is damaged .* has no place in a"):
+def test_folders_that_are_none_are_named(tmp_path: Path) -> None:
+    """And what a pickle asks for is not done."""
+    made = tmp_path / "made"
+    with pytest.raises(CheckpointError, match="is no Megatron checkpoint: no .metadata"):
+        ChunkReader(tmp_path)
+    module = b"torch.distributed.checkpoint.filesystem"
+    words = [module, b"os.mkdir", os.fsencode(made)]
+    texts = [b"\x8c" + bytes([len(word)]) + word for word in words]
+    through_torch = b"\x80\x04" + texts[0] + texts[1] + b"\x93" + texts[2] + b"\x85R."
+    pickle.loads(through_torch)  # it is one that works
+    made.rmdir()
+    calls = (
+        _Call(os.mkdir, str(made)),
+        _Call(Path.mkdir, made),
+        _Call(torch.set_default_dtype, torch.float32),
+    )
+    for content in (b"", b"{}", pickle.dumps({"a": 1}), through_torch, *map(pickle.dumps, calls)):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
             ChunkReader(tmp_path)
-    for data in (b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(None)):
-        (tmp_path / ".metadata").write_bytes(data)
-        with pytest.raises(CheckpointError, match=".metadata is damaged"):
-            ChunkReader(tmp_path)
-    torch.save({"iteration": Call(os.mkdir, str(mark))}, tmp_path / COMMON)
+    torch.save({"step": _Call(os.mkdir, str(made))}, tmp_path / COMMON)
     with pytest.raises(CheckpointError, match="common.pt can't be read"):
         read_common(tmp_path)
-    assert not mark.exists()
+    assert not made.exists()
 
 
-def test_what_is_no_tensor_is_left_out(tmp_path) -> None:
-    writer = dcp.FileSystemWriter(tmp_path)
-    dcp.save({"x": torch.arange(3), "y": {"z": {1, 2}}}, storage_writer=writer, no_dist=True)
-    assert ChunkReader(tmp_path).keys() == {"x"}
+def test_an_enum_is_read_as_any_python_writes_it() -> None:
+    """Early releases of 3.11 pickle a member as getattr, which may give members alone."""
 
+    def loaded(x: object) -> object:
+        return _Unpickler(io.BytesIO(pickle.dumps(x))).load()
 
-def test_files_that_are_damaged(tmp_path) -> None:
-    tensor = torch.randn(50, 4)
-    file = ChunkFile(tmp_path / "__0_0.distcp")
-    file.add("x", (50, 4), (0, 0), tensor)
-    file.close()
-    write_metadata(tmp_path, file.chunks)
-    whole = file.path.read_bytes()
-    box = ((0, 50), (0, 4))
-    stored = whole.replace(b"/data/0", b"/data/1")  # a tensor that is not there
-    for data in (whole[:-40], whole[: len(whole) // 2], b"", b"\0" * len(whole), stored):
-        file.path.write_bytes(data)
-        with pytest.raises(CheckpointError, match="__0_0.distcp can't be read"):
-            ChunkReader(tmp_path).read("x", box)
-    file.path.unlink()
-    with pytest.raises(CheckpointError, match="__0_0.distcp can't be read: .*No such file"):
-        ChunkReader(tmp_path).read("x", box)
-    file.path.write_bytes(whole)
-    assert torch.equal(ChunkReader(tmp_path).read("x", box), tensor)
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    assert loaded(member) is member
+    assert loaded(_Call(getattr, _MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in ((PosixPath, "unlink"), (_MEM_FORMAT_ENCODING, "__class__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            loaded(_Call(getattr, owner, name))
