@@ -18,8 +18,10 @@ from vlmtrain import cli
 from vlmtrain.checkpoint import convert
 from vlmtrain.checkpoint.hf import files, save
 from vlmtrain.checkpoint.hf.files import HFWeights, check_names
-from vlmtrain.checkpoint.mapping import WeightError
+from vlmtrain.checkpoint.mapping import WeightError, canonical_name, rows
 from vlmtrain.checkpoint.model_folder import as_hf
+from vlmtrain.checkpoint.weights import check_weights, open_weights
+from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import CheckpointError, exists, is_dir, is_file
 from vlmtrain.models.family import read_spec
 
@@ -67,6 +69,116 @@ def test_an_index_lists_what_is_there(tmp_path) -> None:
         WeightError, match="1 of 3 weight files .* the first is 3.safetensors; down"
     ):
         listed(a=one, b=one, c=two, d="3.safetensors")
+
+
+def test_an_index_without_a_map_is_named(tmp_path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(WeightError, match="index.json is not a valid safetensors index: KeyErr"):
+        HFWeights(tmp_path)
+
+
+def test_what_a_model_folder_holds_beside_weights(tmp_path) -> None:
+    """Read at once, written later: all of it, or what says how the model is asked."""
+    processor = {"processor_config.json", "preprocessor_config.json"}
+    processor |= {"video_preprocessor_config.json", "chat_template.jinja", "chat_template.json"}
+    others = {"tokenizer.json", "merges.txt", "tokenizer.model", "README.md"}
+    left = {"model.safetensors.index.json", "pytorch_model.bin.index.json", "metadata.json"}
+    left |= {"manifest.json", "model.safetensors", "common.pt"}
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in processor | others | left:
+        (source / name).write_text(f"of {name}")
+    config = {"text_config": {"dtype": "float32"}, "vision_config": {"torch_dtype": "float32"}}
+    (source / "config.json").write_text(json.dumps(config))
+    held = files.ModelFiles(source)
+    shutil.rmtree(source)
+    for target in ("all", "asked", "kept"):
+        (tmp_path / target).mkdir()
+    held.write(tmp_path / "all", torch.bfloat16, lambda folder: (folder / "merges.txt").unlink())
+    names = {path.name for path in (tmp_path / "all").iterdir()}
+    assert names == (processor | others | {"config.json"}) - {"merges.txt"}
+    assert all((tmp_path / "all" / n).read_text() == f"of {n}" for n in names if n != "config.json")
+    assert json.loads((tmp_path / "all" / "config.json").read_text()) == {
+        "text_config": {"dtype": "bfloat16"},
+        "vision_config": {"torch_dtype": "bfloat16"},
+        "torch_dtype": "bfloat16",
+    }
+    held.write(tmp_path / "kept", None)
+    assert json.loads((tmp_path / "kept" / "config.json").read_text()) == config
+    held.write_processor(tmp_path / "asked")
+    assert {path.name for path in (tmp_path / "asked").iterdir()} == processor
+    with pytest.raises(WeightError, match="source can't be read: No such file"):
+        files.ModelFiles(source)
+
+
+def test_a_file_is_as_safetensors_writes_it(tmp_path) -> None:
+    """Of names of every length: what comes before the numbers is a multiple of 8 bytes."""
+    for number in range(8):
+        path, name = tmp_path / f"{number}.safetensors", "n" * (number + 1)
+        tensors = {name: torch.randn(3, 5).bfloat16(), "scalar": torch.randn(())}
+        writer = files.SafetensorsWriter(path, [(n, t.dtype, t.shape) for n, t in tensors.items()])
+        for one, tensor in tensors.items():
+            writer.add(one, tensor)
+        entry = writer.close()
+        assert entry["bytes"] == path.stat().st_size
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}  # transformers asks for it
+        assert all(torch.equal(t, tensors[n]) for n, t in load_file(path).items())
+
+
+def test_older_folders(tmp_path) -> None:
+    """With buffers that every release recomputes, and the pixels' convolution as a product."""
+    folder = ref.save_model(ref.make_model("qwen2_5_vl", seed=3), tmp_path / "hf")
+    table = load_file(folder / "model.safetensors")
+    (pixels,) = (n for n in table if n.endswith("patch_embed.proj.weight"))
+    old = Path(shutil.copytree(folder, tmp_path / "old"))
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    changed = {**table, pixels: table[pixels].flatten(1), **more}
+    save_file(changed, old / "model.safetensors")
+    convert.to_megatron(old, tmp_path / "a", convert.layout_for(read_spec(old), ParallelSection()))
+    convert.to_hf(tmp_path / "a", tmp_path / "back")
+    back = HFWeights(tmp_path / "back")
+    assert len(back.names()) == len(table)
+    assert all(torch.equal(back.read(name), tensor) for name, tensor in table.items())
+    save_file({**changed, pixels: table[pixels].flatten(2)}, old / "model.safetensors")
+    with pytest.raises(WeightError, match=r"patch_embed.proj.weight \[.*does not fit"):
+        check_weights(old, read_spec(old))
+
+
+def test_words_are_padded_with_zeros(tmp_path) -> None:
+    """On any number of ranks, from both kinds of folder, whatever lies behind them in the file."""
+    folder = ref.save_model(ref.make_model("qwen2_5_vl", vision_heads=4, seed=4), tmp_path / "hf")
+    spec, table = read_spec(folder), load_file(folder / "model.safetensors")
+    layout = convert.layout_for(spec, ParallelSection(tensor=2))
+    convert.to_megatron(folder, tmp_path / "megatron", layout)
+    found = [row for row in rows(spec) if row.transform == "vocab"]
+    assert len(found) == 2
+    for row in found:
+        (words,) = (t for n, t in table.items() if canonical_name(n) == canonical_name(row.hf[0]))
+        for size in (1, 2, 4, 8):
+            padding = torch.zeros(-len(words) % (128 * size), words.shape[1])
+            want = torch.cat([words, padding]).chunk(size)
+            for place in (folder, tmp_path / "megatron"):
+                source = open_weights(place, spec)
+                got = [source.piece(row, 0, rank, size) for rank in range(size)]
+                assert all(map(torch.equal, got, want)), (place, row.megatron, size)
+
+
+def test_experts_are_written_as_released(tmp_path) -> None:
+    """Also of a folder that has them the other way round."""
+    folder = ref.save_model(ref.make_model("qwen3_vl_moe", seed=5), tmp_path / "hf")
+    table = load_file(folder / "model.safetensors")
+    turned = {
+        name: t.transpose(1, 2).contiguous() if "mlp.experts." in name else t
+        for name, t in table.items()
+    }
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    save_file(turned, other / "model.safetensors")
+    for name in ("hf", "other"):
+        convert.to_hf(tmp_path / name, tmp_path / "back", overwrite=True)
+        back = HFWeights(tmp_path / "back")
+        assert all(torch.equal(back.read(n), tensor) for n, tensor in table.items()), name
 
 
 def test_a_run_cuts_its_weights_into_files(
