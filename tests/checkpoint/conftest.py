@@ -1,7 +1,9 @@
-"""Engines of one rank, built in the process of the tests."""
+"""Engines of one rank, built in the process of the tests; folders that are on disk before they get
+their name."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,3 +29,30 @@ def alone() -> Iterator[Callable[..., Any]]:
     yield engine
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Checks of a folder that all in it was flushed to disk before it got its name, and the folder
+    that it lies in afterwards."""
+    flushed: set[int] = set()
+    at_rename: dict[str, set[int]] = {}
+    fsync, rename = os.fsync, os.rename
+
+    def noted(handle: int) -> None:
+        fsync(handle)
+        flushed.add(os.fstat(handle).st_ino)
+
+    def renamed(old: Any, new: Any) -> None:
+        at_rename[str(new)] = set(flushed)
+        flushed.discard(os.stat(Path(new).parent).st_ino)
+        rename(old, new)
+
+    def check(folder: Path) -> None:
+        for path in (folder, *folder.rglob("*")):
+            assert path.stat().st_ino in at_rename[str(folder)], path
+        assert folder.parent.stat().st_ino in flushed
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", renamed)
+    return check

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from tests.parity import reference as ref
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
-from vlmtrain.checkpoint.megatron.torch_dist import COMMON, write_common
+from vlmtrain.checkpoint.hf.files import ModelFiles
+from vlmtrain.checkpoint.megatron.torch_dist import (
+    COMMON,
+    ChunkFile,
+    ChunkReader,
+    read_common,
+    write_common,
+    write_metadata,
+)
 from vlmtrain.checkpoint.model_folder import newest
-from vlmtrain.checkpoint.training.checkpoint import droppable, find, go_on_from
+from vlmtrain.checkpoint.training.checkpoint import (
+    Saver,
+    _fill,
+    droppable,
+    find,
+    go_on_from,
+    load,
+    loader_state,
+)
+from vlmtrain.checkpoint.training.optimizer_state import (
+    distributed_parts,
+    set_steps,
+    steps_taken,
+)
+from vlmtrain.checkpoint.training.sharding import Piece
+from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import (
     MANIFEST,
     CheckpointError,
@@ -75,6 +104,171 @@ def test_a_run_from_before_its_history_was_kept(tmp_path):
         path.mkdir()
         write_common(path, {})
     assert newest(tmp_path) == path and go_on_from(path.with_name("step-00000002")) == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    small = ref.make_model("qwen2_5_vl", seed=torch.initial_seed() % 2**31)
+    return ref.save_model(small, tmp_path_factory.mktemp("saving") / "model")
+
+
+def moments(engine) -> list[torch.Tensor]:
+    """All that the optimizer holds: master weights, both moments."""
+    (part,) = distributed_parts(engine.optimizer)
+    order = [p for buffer in part.buffers for p in buffer.param_index_map]
+    tables = [part._get_main_param_and_optimizer_states(parameter) for parameter in order]
+    return [table[name] for table in tables for name in ("param", "exp_avg", "exp_avg_sq")]
+
+
+def generators() -> list[float]:
+    return [torch.rand(()).item(), np.random.rand(), random.random()]
+
+
+def test_a_checkpoint_is_the_whole_state(alone, folder, tmp_path, synced):
+    """In bfloat16 the master weights are apart from the model's. What is written is on disk before
+    it has its name."""
+    engine = alone(folder, dtype=torch.bfloat16)
+    for tensor in [p.data for p in engine.parts[0].parameters()] + moments(engine):
+        tensor.normal_(0.0, 0.1)
+    set_steps(engine.optimizer, 11)
+    weights = {name: p.detach().clone() for name, p in engine.parts[0].named_parameters()}
+    tensors = [tensor.clone() for tensor in moments(engine)]
+    saver = Saver(tmp_path / "c", ModelFiles(folder), keep=3)
+    saver.start(7, engine.parts, engine.optimizer, {"note": "kept", "loader": {"step": 7}})
+    drawn = generators()  # after the state was taken
+    saver.finish()
+    path = tmp_path / "c" / "step-00000007"
+    assert {p.name for p in path.iterdir()} >= {".metadata", MANIFEST, COMMON, "config.json"}
+    synced(path)
+    config = json.loads((path / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+    for change in (False, True):
+        engine = alone(folder, dtype=torch.bfloat16)
+        if change:  # of a model that is elsewhere
+            random.seed(1)
+        extra = load(path, engine.parts, engine.optimizer)
+        assert generators() == drawn
+        assert extra["note"] == "kept" and "optimizer_steps" not in extra
+        assert loader_state(path) == {"step": 7}
+        for name, parameter in engine.parts[0].named_parameters():
+            assert torch.equal(parameter, weights[name]), name
+        assert sum(map(torch.equal, moments(engine), tensors)) == len(tensors) == 3 * len(weights)
+        assert steps_taken(engine.optimizer) == 11
+    # On another layout's place each rank keeps the random numbers of its start.
+    common = read_common(path)
+    common["random"][0]["position"] = [1, 0, 0, 0]
+    write_common(path, common)
+    before = torch.get_rng_state()
+    load(path, engine.parts, engine.optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_that_a_checkpoint_does_not_have_are_named(alone, folder, tmp_path):
+    lora = {"rank": 2, "targets": ("q_proj", "o_proj")}
+    engine, saver = alone(folder, lora=lora), Saver(tmp_path, ModelFiles(folder), keep=9)
+    saver.start(1, engine.parts, engine.optimizer, {})
+    saver.finish()
+    adapted, plain = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    assert load(adapted, engine.parts, engine.optimizer, folder)["step"] == 1
+    name = "vision.blocks.layers.2.mlp.linear_fc2.weight"
+    frozen = dict(engine.parts[0].named_parameters())[name]
+    frozen.data[-1, -1] += 1
+    with pytest.raises(UserError, match=r"on other base weights than --model .*mlp.linear_fc2.w"):
+        load(adapted, engine.parts, engine.optimizer, folder)
+    # Without a base to compare with, the checkpoint's are taken.
+    load(adapted, engine.parts, engine.optimizer)
+    assert torch.equal(frozen, dict(alone(folder).parts[0].named_parameters())[name])
+
+    engine = alone(folder, lora={**lora, "targets": ("q_proj",)})
+    with pytest.raises(UserError, match=r"holds .*linear_proj.adapters.* this run has no place"):
+        load(adapted, engine.parts, engine.optimizer, folder)
+    engine = alone(folder)
+    with pytest.raises(UserError, match="holds no optimizer state of .* was frozen when"):
+        load(adapted, engine.parts, engine.optimizer)
+    saver.start(2, engine.parts, engine.optimizer, {})
+    saver.finish()
+    engine = alone(folder, lora=lora)
+    with pytest.raises(UserError, match=r"does not hold the parameter .*adapters.*--lora options"):
+        load(plain, engine.parts, engine.optimizer)
+    wider = ref.make_model("qwen2_5_vl").config
+    wider.text_config.intermediate_size = 112
+    other = ref.save_model(type(ref.make_model("qwen2_5_vl"))(wider), tmp_path / "wider")
+    engine = alone(other)
+    with pytest.raises(
+        UserError, match=r"linear_fc1.weight is \[4, 216, 96\], this model needs \[4, 224, 96\]"
+    ):
+        load(plain, engine.parts, engine.optimizer)
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 3), (2, 4), (4, 4), (6, 2), (5, 1)])
+def test_words_padded_for_another_layout(first, rows, tmp_path):
+    """Five rows are stored; those behind them are zeros, whatever the memory held."""
+    file, words = ChunkFile(tmp_path / "a.distcp"), torch.randn(5, 3)
+    file.add("words", (5, 3), (0, 0), words)
+    file.close()
+    write_metadata(tmp_path, file.chunks)
+    reader = ChunkReader(tmp_path)
+    want = torch.cat([words, torch.zeros(5, 3)])[first : first + rows]
+    data = torch.full((rows, 3), torch.nan)
+    _fill(reader, Piece("words", (8, 3), (first, 0), data, padded=True))
+    assert torch.equal(data, want)
+    for piece in (
+        Piece("words", (8, 3), (first, 0), data, padded=False),
+        Piece("words", (8, 2), (first, 0), data[:, :2], padded=True),
+    ):
+        with pytest.raises(CheckpointError, match=r"words is \[5, 3\], this model needs \[8, "):
+            _fill(reader, piece)
+
+
+def test_what_a_save_leaves(alone, folder, tmp_path, monkeypatch):
+    """What a killed run left goes at the start, what is not ours stays. A disk that is full leaves
+    what was there."""
+    engine, places = alone(folder), tmp_path / "checkpoints"
+    mine = ("step-00000009.old", "step-00000009.incomplete.txt", "notes", "step-9.incomplete")
+    gone = ("step-00000009.incomplete", "step-00000008.vlmtrain-removed1")
+    gone += ("step-00000007.incomplete.vlmtrain-removed12",)
+    for name in (*mine, *gone):
+        (places / name).mkdir(parents=True)
+    saver = Saver(places, ModelFiles(folder), keep=2, keep_every=3)
+    assert {p.name for p in places.iterdir()} == set(mine)
+    for step in range(1, 7):
+        best = {"step": 2, "loss": 1.0} if step > 1 else None
+        saver.start(step, engine.parts, engine.optimizer, {"best": best})
+    saver.finish()
+    assert complete(places) == [2, 3, 5, 6]
+    assert read_common(places / "step-00000006")["history"] == [2, 3, 4, 5, 6]
+    texts = {name: (places / name).read_text().split() for name in ("latest", "best", "history")}
+    names = [f"step-{step:08d}" for step in (2, 3, 4, 5, 6)]
+    assert texts == {"latest": names[-1:], "best": names[:1], "history": names}
+    before = sorted(p.name for p in places.iterdir())
+    write = SummedFile.write
+
+    def full(self, data):
+        if self.bytes > 100_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(SummedFile, "write", full)
+    saver.start(7, engine.parts, engine.optimizer, {})
+    with pytest.raises(UserError, match="step-00000007 can't be written: No space left on device"):
+        saver.finish()
+    assert sorted(p.name for p in places.iterdir()) == before
+    monkeypatch.undo()
+    saver.start(8, engine.parts, engine.optimizer, {}, lambda path: (path / "x").write_text("mine"))
+    while not complete(places)[-1] == 8:
+        assert saver.poll(stop=True)
+    assert not saver.poll() and (places / "step-00000008" / "x").read_text() == "mine"
+    verify_manifest(places / "step-00000008")
+
+
+def test_moments_of_different_ages_are_none(alone, folder):
+    engine = alone(folder)
+    (part,) = distributed_parts(engine.optimizer)
+    assert steps_taken(engine.optimizer) == 0
+    next(iter(part.optimizer.state.values()))["step"] += 1
+    with pytest.raises(RuntimeError, match=r"different numbers of steps: \[0, 1\]"):
+        steps_taken(engine.optimizer)
 
 
 @pytest.mark.slow
