@@ -20,6 +20,7 @@ from tests.parity import reference as ref
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
+from vlmtrain.checkpoint.convert import layout_for, to_megatron
 from vlmtrain.checkpoint.hf.files import ModelFiles
 from vlmtrain.checkpoint.megatron.torch_dist import (
     COMMON,
@@ -45,6 +46,7 @@ from vlmtrain.checkpoint.training.optimizer_state import (
     steps_taken,
 )
 from vlmtrain.checkpoint.training.sharding import Piece
+from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import (
     MANIFEST,
@@ -56,6 +58,7 @@ from vlmtrain.core.files import (
     write_json,
 )
 from vlmtrain.core.run_folder import complete
+from vlmtrain.models.family import read_spec
 
 
 @pytest.mark.parametrize(
@@ -112,12 +115,14 @@ def folder(tmp_path_factory) -> Path:
     return ref.save_model(small, tmp_path_factory.mktemp("saving") / "model")
 
 
-def moments(engine) -> list[torch.Tensor]:
-    """All that the optimizer holds: master weights, both moments."""
+def held(engine) -> dict[str, dict[str, torch.Tensor]]:
+    """All that the optimizer holds of each parameter: master weights, both moments."""
     (part,) = distributed_parts(engine.optimizer)
-    order = [p for buffer in part.buffers for p in buffer.param_index_map]
-    tables = [part._get_main_param_and_optimizer_states(parameter) for parameter in order]
-    return [table[name] for table in tables for name in ("param", "exp_avg", "exp_avg_sq")]
+    return {
+        name: part._get_main_param_and_optimizer_states(parameter)
+        for name, parameter in engine.parts[0].named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def generators() -> list[float]:
@@ -127,12 +132,16 @@ def generators() -> list[float]:
 def test_a_checkpoint_is_the_whole_state(alone, folder, tmp_path, synced):
     """In bfloat16 the master weights are apart from the model's. What is written is on disk before
     it has its name."""
-    engine = alone(folder, dtype=torch.bfloat16)
-    for tensor in [p.data for p in engine.parts[0].parameters()] + moments(engine):
+    engine, kinds = alone(folder, dtype=torch.bfloat16), ("param", "exp_avg", "exp_avg_sq")
+    state = held(engine)
+    for tensor in [p.data for p in engine.parts[0].parameters()] + [
+        state[name][kind] for name in state for kind in kinds
+    ]:
         tensor.normal_(0.0, 0.1)
     set_steps(engine.optimizer, 11)
     weights = {name: p.detach().clone() for name, p in engine.parts[0].named_parameters()}
-    tensors = [tensor.clone() for tensor in moments(engine)]
+    state = {name: {kind: one[kind].clone() for kind in kinds} for name, one in state.items()}
+    assert len(state) == len(weights) and generators()  # from here on they are others than at first
     saver = Saver(tmp_path / "c", ModelFiles(folder), keep=3)
     saver.start(7, engine.parts, engine.optimizer, {"note": "kept", "loader": {"step": 7}})
     drawn = generators()  # after the state was taken
@@ -140,6 +149,8 @@ def test_a_checkpoint_is_the_whole_state(alone, folder, tmp_path, synced):
     path = tmp_path / "c" / "step-00000007"
     assert {p.name for p in path.iterdir()} >= {".metadata", MANIFEST, COMMON, "config.json"}
     synced(path)
+    names = {p.name for p in path.iterdir()} - {MANIFEST}
+    assert json.loads((path / MANIFEST).read_text()).keys() == names
     config = json.loads((path / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
 
@@ -153,7 +164,8 @@ def test_a_checkpoint_is_the_whole_state(alone, folder, tmp_path, synced):
         assert loader_state(path) == {"step": 7}
         for name, parameter in engine.parts[0].named_parameters():
             assert torch.equal(parameter, weights[name]), name
-        assert sum(map(torch.equal, moments(engine), tensors)) == len(tensors) == 3 * len(weights)
+        for name, one in held(engine).items():
+            assert all(torch.equal(one[kind], state[name][kind]) for kind in kinds), name
         assert steps_taken(engine.optimizer) == 11
     # On another layout's place each rank keeps the random numbers of its start.
     common = read_common(path)
@@ -162,6 +174,12 @@ def test_a_checkpoint_is_the_whole_state(alone, folder, tmp_path, synced):
     before = torch.get_rng_state()
     load(path, engine.parts, engine.optimizer)
     assert torch.equal(torch.get_rng_state(), before)
+    # In float32 what is frozen from here on has the master weights too.
+    engine = alone(folder, freeze={"vision": True})
+    load(path, engine.parts, engine.optimizer)
+    assert len(held(engine)) < len(state)
+    for name, parameter in engine.parts[0].named_parameters():
+        assert torch.equal(parameter, state[name]["param"].view_as(parameter)), name
 
 
 def test_weights_that_a_checkpoint_does_not_have_are_named(alone, folder, tmp_path):
@@ -191,6 +209,10 @@ def test_weights_that_a_checkpoint_does_not_have_are_named(alone, folder, tmp_pa
     engine = alone(folder, lora=lora)
     with pytest.raises(UserError, match=r"does not hold the parameter .*adapters.*--lora options"):
         load(plain, engine.parts, engine.optimizer)
+    layout = layout_for(read_spec(folder), ParallelSection())
+    to_megatron(folder, tmp_path / "weights", layout)
+    with pytest.raises(UserError, match=r"weights holds weights only; start a new run .*--model"):
+        load(tmp_path / "weights", engine.parts, engine.optimizer)
     wider = ref.make_model("qwen2_5_vl").config
     wider.text_config.intermediate_size = 112
     other = ref.save_model(type(ref.make_model("qwen2_5_vl"))(wider), tmp_path / "wider")
