@@ -252,33 +252,3 @@ def test_what_can_not_be_looked_at_is_not_missing(tmp_path: Path) -> None:
     for ask in (exists, is_file, is_dir):  # a name that no file system looks up
         with pytest.raises(OSError, match="File name too long"):
             ask(tmp_path / ("long" * 1000))
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({}, {"torch_dtype": "bfloat16"}),
-        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
-        (
-            {"torch_dtype": "float16", "text_config": {"dtype": "float16"}, "vision_config": {}},
-            {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "vision_config": {}},
-        ),
-        (
-            {"dtype": None, "vision_config": {"torch_dtype": "float32", "depth": 2}},
-            {"dtype": None, "vision_config": {"torch_dtype": "bfloat16", "depth": 2}},
-        ),
-    ],
-)
-def test_what_goes_along_with_weights(config, named, tmp_path: Path) -> None:
-    """All but other weights' lists; config.json names the type of these wherever it named one."""
-    (tmp_path / "from").mkdir()
-    (tmp_path / "to").mkdir()
-    (tmp_path / "from" / "config.json").write_text(json.dumps(config))
-    carried = {"tokenizer.json": "{}", "merges.txt": "a b", "chat_template.jinja": "x"}
-    left = ("model.safetensors.index.json", "model.safetensors", "manifest.json", "x.bin")
-    for name, text in {**carried, **dict.fromkeys(left, "no")}.items():
-        (tmp_path / "from" / name).write_text(text)
-    files.ModelFiles(tmp_path / "from").write(tmp_path / "to", torch.bfloat16)
-    assert {p.name for p in (tmp_path / "to").iterdir()} == {"config.json", *carried}
-    assert all((tmp_path / "to" / name).read_text() == text for name, text in carried.items())
-    assert json.loads((tmp_path / "to" / "config.json").read_text()) == named
