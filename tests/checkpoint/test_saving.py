@@ -144,7 +144,11 @@ def test_a_checkpoint_is_the_whole_state(alone, folder, tmp_path, synced):
     assert len(state) == len(weights) and generators()  # from here on they are others than at first
     saver = Saver(tmp_path / "c", ModelFiles(folder), keep=3)
     saver.start(7, engine.parts, engine.optimizer, {"note": "kept", "loader": {"step": 7}})
-    drawn = generators()  # after the state was taken
+    drawn = generators()  # after the state was taken, as the training that goes on
+    for tensor in [p.data for p in engine.parts[0].parameters()] + [
+        one[kind] for one in held(engine).values() for kind in kinds
+    ]:
+        tensor.fill_(torch.nan)
     saver.finish()
     path = tmp_path / "c" / "step-00000007"
     assert {p.name for p in path.iterdir()} >= {".metadata", MANIFEST, COMMON, "config.json"}
@@ -213,6 +217,12 @@ def test_weights_that_a_checkpoint_does_not_have_are_named(alone, folder, tmp_pa
     to_megatron(folder, tmp_path / "weights", layout)
     with pytest.raises(UserError, match=r"weights holds weights only; start a new run .*--model"):
         load(tmp_path / "weights", engine.parts, engine.optimizer)
+    engine = alone(folder)
+    dict(engine.parts[0].named_parameters())[name].data[3, 2] = torch.nan
+    saver.start(3, engine.parts, engine.optimizer, {})
+    saver.finish()
+    with pytest.raises(UserError, match=r"step-00000003: .*linear_fc2.weight holds NaN"):
+        to_megatron(tmp_path / "step-00000003", tmp_path / "again", layout)
     wider = ref.make_model("qwen2_5_vl").config
     wider.text_config.intermediate_size = 112
     other = ref.save_model(type(ref.make_model("qwen2_5_vl"))(wider), tmp_path / "wider")
@@ -285,7 +295,11 @@ def test_what_a_save_leaves(alone, folder, tmp_path, monkeypatch):
 
 
 def test_moments_of_different_ages_are_none(alone, folder):
+    """All begin as zeros."""
     engine = alone(folder)
+    assert not any(
+        one[kind].any() for one in held(engine).values() for kind in ("exp_avg", "exp_avg_sq")
+    )
     (part,) = distributed_parts(engine.optimizer)
     assert steps_taken(engine.optimizer) == 0
     next(iter(part.optimizer.state.values()))["step"] += 1
