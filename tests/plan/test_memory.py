@@ -9,9 +9,11 @@ import pytest
 
 from tests.parity.reference import make_model
 from tests.plan.worker import results
+from tests.released import released_spec
 from vlmkernels.attention.select import KEPT_TOKENS, TILED_HEAD_DIMS
 from vlmkernels.loss.op import CHUNK_BYTES, CUDA_CHUNK_BYTES, KEPT
 from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import memory
@@ -32,6 +34,9 @@ ROWS = {"rank": 3, "targets": ["q_proj", "o_proj", "gate_proj", "down_proj"]}
 MLPS = ["selective", "selective"]
 SHARED = {"pipeline": 2, "tensor": 2, "sequence": True, "expert": 2}
 UNEVEN = {"pipeline": 4, "vision_layers": [2, 2, 0, 0], "text_layers": [0, 1, 2, 1]}
+HALVES = {"pipeline": 2, "text_layers": [2, 2]}
+EXPERTS = {"tensor": 2, "sequence": True, "expert": 4}
+MULTIPLEXED = {"pipeline": 2, "multiplexed": True}
 CASES = [
     _case("qwen2_5_vl", 1, 0, activations=ACTIVATIONS),
     _case("qwen2_vl", 1, 0, activations=ACTIVATIONS),
@@ -82,6 +87,33 @@ CASES = [
     *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 5, 11)),
     *(_case("qwen3_vl", 12, rank, layout=UNEVEN) for rank in (1, 5)),
     *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (2, 10)),
+    *(
+        _case(family, 2, 1, layout={"tensor": 2, **how}, activations=ACTIVATIONS, **what)
+        for family, how, what in (
+            ("qwen3_vl_moe", {"sequence": True}, {}),
+            ("qwen2_vl", {}, {"lora": {"rank": 16, "vision": True, "targets": VISION}}),
+            *(
+                ("qwen2_5_vl", {"sequence": True}, {"lora": {"rank": 16, "targets": [target]}})
+                for target in ("q_proj", "o_proj", "gate_proj", "down_proj")
+            ),
+            ("qwen2_5_vl", {}, {"lora": {"rank": 16, "targets": ["gate_proj"]}}),
+        )
+    ),
+    *(
+        _case(family, 1, 0, activations=ACTIVATIONS, **what)
+        for family, what in (
+            ("qwen3_vl_moe balanced", {}),
+            ("qwen2_vl", {"lora": {"rank": 8}, "recompute": MLPS}),
+            ("qwen2_vl", {"freeze": {"merger": True, "language": True}}),
+            ("qwen3_vl", {"freeze": {"merger": True}}),
+        )
+    ),
+    # a tied table behind layers, a bucket that one weight fills, experts over five ranks
+    *(_case("qwen2_vl", 6, r, layout=HALVES, tied=True) for r in (1, 2)),
+    _case("qwen2_vl", 6, 4, bucket=256 * 96),
+    _case("qwen3_vl_moe", 20, 19, layout=EXPERTS, bucket=20_000),
+    _case("qwen3_vl_moe", 1, 0, freeze={"language": True}),
+    *(_case("qwen3_vl", 4, 3, layout=MULTIPLEXED, freeze={p: True}) for p in ("vision", "merger")),
     *(
         _case(
             "qwen2_5_vl",
@@ -170,6 +202,71 @@ def test_shards_of_all_ranks_are_the_parameters() -> None:
     for stage in range(2):
         sizes = memory.stage_parameters(spec, layout, stage)
         assert sum(sizes.shard(layout.data, rank) for rank in range(layout.data)) == sizes.count
+
+
+@pytest.mark.parametrize(
+    ("world", "bucket", "other"), [(36, 40_000_000, 36_000_000), (60, 60_000_000, 40_000_000)]
+)
+def test_the_usual_bucket_is_megatrons(world: int, bucket: int, other: int) -> None:
+    """40 million elements, or a million for each data-parallel rank; for experts too, whose own
+    group is a quarter of that."""
+
+    def states(spec: ModelSpec, expert: int = 1, **more: Any) -> memory.ModelStates:
+        layout = make_layout(spec, world_size=world, expert=expert)
+        last = world - 1
+        return memory.model_states(spec, layout, 0, last, global_rank=last, **more)
+
+    seven, mixture = released_spec("qwen2_5_vl-7b"), released_spec("qwen3_vl_moe-30b")
+    for spec, expert in ((seven, 1), (mixture, 4)):
+        usual = states(spec, expert, overlap=True)
+        assert usual == states(spec, expert, overlap=True, bucket=bucket)
+        assert usual != states(spec, expert, overlap=True, bucket=other)
+        # without overlap one buffer for all
+        assert states(spec, expert) == states(spec, expert, overlap=True, bucket=10**12)
+        assert states(spec, expert) == states(spec, expert, bucket=bucket) != usual
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (4, True)])
+def test_what_stages_keep_on_cuda(tensor: int, sequence: bool) -> None:
+    """By the shapes, in bf16; s ranks share rows out, t widths."""
+    t, s = tensor, tensor if sequence else 1
+    for name in ("qwen2_5_vl-7b", "qwen2_vl-7b"):
+        spec = released_spec(name)
+        h, q, kv, f = spec.hidden_size, 3584, 512, 18944
+        w, g = spec.vision.hidden_size, spec.vision.intermediate_size
+        model = memory.ActivationModel(spec, tensor, sequence)
+        # two norms with what is read of them; queries and keys rotated beside the fused rows, and
+        # what attention returns; sums of 28 heads; both halves of SwiGLU's input and its result
+        text = 2 * (2 * 2 * h + 4) / s + (2 * (3 * q + 3 * kv) + 8 * 28 + 2 * 3 * f) / t
+        assert model.text_layer().per_token == pytest.approx(text)
+        # vision rotates as it reads; a LayerNorm keeps a mean too, GELU has no halves
+        windows = name == "qwen2_5_vl-7b"
+        number, wide = (4, 3 * g) if windows else (8, 2 * g)
+        vision = 2 * (2 * 2 * w + number) / s + (2 * 4 * w + 8 * 16 + 2 * wide) / t
+        assert model.vision_layer().per_patch == pytest.approx(vision)
+        pixels = 2 * 3 * 2 * 14 * 14
+        # every rank has all rows of the merger: its norm's, what the first product reads; GELU's
+        # input and its result are split
+        merger = 2 * 2 * w + number + 2 * 2 * w / t
+        # norm, the loss's input and its gradient, statistics; the embedding's places
+        head = (2 * h + 4) / s + 2 * 2 * h / s + 16 + 12
+        layout = make_layout(spec, world_size=tensor, tensor=tensor, sequence=sequence)
+        per_token, per_patch = model.stages(layout)
+        assert per_token == pytest.approx([28 * text + head + 4 * 128])
+        assert per_patch == pytest.approx([32 * vision + pixels + merger + 4 * 80])
+        assert model.tower().per_patch == pytest.approx(per_patch[0] - 4 * 80)
+        again = model.stages(layout, recompute_vision="full", recompute_text="selective")
+        kept = text - 2 * 3 * f / t  # all but the MLP's
+        assert again[0] == pytest.approx([28 * kept + head + 4 * 128])
+        assert again[1] == pytest.approx([32 * 2 * w / s + pixels + merger])
+        # the backward of an MLP: gradients of SwiGLU's input and result, of rows in and out
+        short = model.layer_transient(vision=False), model.layer_transient(vision=True)
+        assert short[0] == memory.Kept(per_token=2 * (3 * f / t + 2 * h))
+        assert short[1] == memory.Kept(per_patch=2 * (3 * g / t + 2 * w))
+        assert short[0] + short[1] == memory.Kept(short[0].per_token, short[1].per_patch)
+        # logits of a few rows, and never more than the loss makes at once
+        assert model.head_transient(100) == 2 * 152064 / t * 100
+        assert model.head_transient(10**6) == 512 * 2**20
 
 
 def test_windows_on_the_cpu_may_keep_probabilities() -> None:

@@ -21,10 +21,11 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
                            output, 4eh/t of vision: qkv_attention and vision_attention rotate as
                            they read)
     2eh/s + 16             of the last stage: the loss's input and its gradient, statistics
-    5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
+    3ef/t                  SwiGLU: both halves, and their product for the weight that reads it
 
 A frozen weight does not keep its input; where nothing below learns, nothing is kept at all. An
-adapter keeps its linear's input and its own small product.
+adapter keeps its linear's input and its own small product, which behind proj and fc2 sequence
+parallelism shares out.
 """
 
 from __future__ import annotations
@@ -389,7 +390,7 @@ class ActivationModel:
             kept += e * q / t
         needs = needs or learns[1]
         kept += norm if needs else 0.0
-        kept += e * (ranks[0] + ranks[1])
+        kept += e * (ranks[0] + ranks[1] / self.shards)
         if recompute == "selective":
             return kept + (read if needs or learns[2] or learns[3] else 0.0)
         if not vision and spec.num_experts:
@@ -400,7 +401,7 @@ class ActivationModel:
         needs = needs or learns[2]
         kept += e * fc1.outputs / t if needs else 0.0
         kept += e * f / t if learns[3] else 0.0
-        return kept + e * (ranks[2] + ranks[3])
+        return kept + e * (ranks[2] + ranks[3] / self.shards)
 
     def _experts(self, read: float, trained: bool) -> float:
         """A mixture of experts, without its norm. Ranks of a tensor-parallel group share the tokens
