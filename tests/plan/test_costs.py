@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.released import released_spec
-from vlmtrain.core.config import FreezeSection
+from vlmtrain.core.config import (
+    FreezeSection,
+    LoraSection,
+    RecomputeSection,
+    TrainConfig,
+    TrainSection,
+)
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import costs, hardware, memory
+from vlmtrain.plan.peak import PeakModel
 from vlmtrain.plan.workload import PATCHES, TARGETS, TOKENS, Packs
 
 # Nodes of 8: 400 GB/s between their GPUs, 40 GB/s a GPU to other nodes; half of it is reached.
@@ -162,3 +170,83 @@ def test_rows_of_experts_are_exchanged() -> None:
     apart = model(MIXTURE).units(1, False, 16)["text"] - alone
     row = row / (3 / 4) * 15 / 16
     assert apart[costs.COMM_F, TOKENS] == pytest.approx(2 * (row / OUTSIDE + LATENCY / 8000))
+
+
+# --- bytes: what the search says of packs that are all the same, and the walk over their step ---
+
+SAME = Packs(PACKS.work.copy(), 8192, "")
+SAME.work[:, TARGETS] = 8000  # a run's plan takes every token for a target
+SHARED: dict[str, Any] = {"world_size": 16, "tensor": 2, "sequence": True, "expert": 4}
+SPREAD: dict[str, Any] = {"world_size": 8, "pipeline": 4, "vision_layers": "auto"}
+CHUNKS: dict[str, Any] = {**SPREAD, "pipeline": 2, "virtual_pipeline": 3}
+MULTIPLEXED: dict[str, Any] = {"world_size": 16, "pipeline": 4, "tensor": 2, "multiplexed": True}
+STEPS: list[tuple[str, dict[str, Any], int, dict[str, Any]]] = [
+    ("qwen2_5_vl-7b", {"world_size": 1}, 4, {}),
+    ("qwen2_5_vl-7b", {"world_size": 8, "tensor": 2, "sequence": True}, 4, {"element": 4}),
+    ("qwen2_5_vl-7b", {"world_size": 8, "tensor": 4}, 2, {"cuda": False}),
+    ("qwen2_vl-2b", SPREAD, 8, {}),
+    ("qwen3_vl_moe-30b", SPREAD, 3, {"again": ("selective", "full")}),
+    ("qwen2_5_vl-7b", SPREAD, 8, {"again": ("full", "selective"), "offload": 0.75}),
+    ("qwen2_5_vl-7b", SPREAD, 2, {"freeze": FreezeSection(vision=True)}),
+    ("qwen2_5_vl-7b", SPREAD, 8, {"lora": LoraSection(rank=64, vision=True)}),
+    ("qwen2_5_vl-7b", CHUNKS, 8, {}),
+    ("qwen3_vl_moe-30b", CHUNKS, 4, {"again": ("none", "full")}),
+    ("qwen3_vl_moe-30b", SHARED, 2, {"offload": 0.5}),
+    ("qwen3_vl_moe-30b", {**SHARED, "pipeline": 2}, 2, {"freeze": FreezeSection(language=True)}),
+    ("qwen3_vl_moe-30b", MULTIPLEXED, 8, {"offload": 0.25}),
+    ("qwen2_vl-2b", MULTIPLEXED, 4, {}),  # a piece of images is fuller than the pipeline
+    ("qwen2_vl-2b", MULTIPLEXED, 8, {"again": ("full", "selective")}),
+    ("qwen2_5_vl-7b", {**MULTIPLEXED, "virtual_pipeline": 2}, 4, {"element": 4, "factor": 1.5}),
+    ("qwen2_5_vl-7b", {**MULTIPLEXED, "pipeline": 2}, 1, {"freeze": FreezeSection(vision=True)}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "microbatches", "more"), STEPS)
+def test_memory_of_the_search_is_that_of_a_run(
+    name: str, sizes: dict[str, Any], microbatches: int, more: dict[str, Any]
+) -> None:
+    spec = SPECS.get(name) or released_spec(name)
+    layout = make_layout(spec, **sizes)
+    again, offload = more.get("again", ("none", "none")), more.get("offload", 0.0)
+    element, cuda, factor = more.get("element", 2), more.get("cuda", True), more.get("factor", 1.0)
+    learning = more.get("freeze", FreezeSection()), more.get("lora", LoraSection())
+    gpu = dataclasses.replace(GPU, step_memory=factor)
+    searched = costs.CostModel(spec, gpu, SAME, *learning, element=element, cuda=cuda)
+    ranks = searched.rank_memory(costs.Option(layout, microbatches, *again, offload))
+    train = TrainSection(
+        pack_length=8192,
+        global_batch_packs=microbatches * layout.data,
+        precision="bf16" if element == 2 else "fp32",
+    )
+    config = TrainConfig(Path("model"), "data", Path("output"), train=train)
+    config.freeze, config.lora = learning
+    config.recompute = RecomputeSection(*again)
+    config.optimizer.offload_fraction = offload
+    packs = [np.full((1, microbatches), SAME.mean[column]) for column in (TOKENS, PATCHES)]
+    for rank, found in enumerate(ranks):
+        run = PeakModel(config, spec, layout, rank, cuda=cuda, factor=factor)
+        peak = float(run.peaks(*packs, np.array([1000.0]))[0])
+        assert found.states == pytest.approx(run.states(), rel=2e-3)
+        assert found.total - found.states == pytest.approx(peak - run.states(), rel=1e-9)
+        whole = dataclasses.replace(config.optimizer, offload_fraction=0.0)
+        without = dataclasses.replace(config, optimizer=whole)
+        kept = PeakModel(without, spec, layout, rank, cuda=cuda).states() - run.states()
+        assert found.host == pytest.approx(kept, rel=2e-3)
+
+
+def test_memory_of_packs_with_more_patches_than_others() -> None:
+    """A rank holds several packs at a time: what one has more than the mean is less of a surprise
+    among many, as the root of their number."""
+    work = np.repeat(SAME.work, 50, axis=0)
+    work[:2, PATCHES] *= 1.5  # one in 25: the pack that 99 of 100 don't exceed is of them
+    mixed = costs.CostModel(SEVEN, GPU, Packs(work, 8192, ""))
+    even = costs.CostModel(SEVEN, GPU, SAME)
+    mean = work[:, PATCHES].mean()
+    layout = make_layout(SEVEN, world_size=4, pipeline=4, vision_layers=[16, 16, 0, 0])
+    option = costs.Option(layout, 8)
+    _, per_patch = memory.ActivationModel(SEVEN).stages(layout)
+    pairs = zip(mixed.rank_memory(option), even.rank_memory(option), strict=True)
+    for rank, (found, usual) in enumerate(pairs):
+        packs = 4 - rank  # between forward and backward, of 8
+        more = packs * (mean - 24000) + packs**0.5 * (36000 - mean)
+        assert found.activations - usual.activations == pytest.approx(per_patch[rank] * more)

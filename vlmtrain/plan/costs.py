@@ -452,6 +452,7 @@ class CostModel:
                 activations += (
                     schedule.peak_kept(*shape, extra[rank :: layout.pipeline]) / number**0.5
                 )
+            transient = float(transients[rank :: layout.pipeline].max())
             if option.multiplexed:
                 # one phase after the other; the rows and their gradients stay for both
                 rows = (
@@ -459,22 +460,25 @@ class CostModel:
                 )
                 rows *= self.spec.visual_sets / option.layout.tensor
                 waiting = rows * option.microbatches if rank == 0 else 0.0
-                activations = max(activations, self._piece_bytes(option)) + waiting
+                activations = max(activations, self._piece_bytes(option) - transient) + waiting
             pixels = self.element * self.spec.vision.patch_dim * patches
             if option.multiplexed:  # those dealt to the rank
                 pixels /= layout.pipeline * layout.tensor
             elif rank:
                 pixels = 0.0
             batch = option.microbatches * (memory.batch_bytes(tokens) + pixels)
-            transient = float(transients[rank :: layout.pipeline].max())
             factor = self.gpu.step_memory
             beside = (factor * activations, factor * transient, factor * batch)
             result.append(RankMemory(states, *beside, option.offload * master * shard))
         return result
 
     def _piece_bytes(self, option: Option) -> float:
-        """Activations of the largest piece of images that a rank of a multiplexed tower encodes."""
-        kept = self._activations(1, False).tower(option.recompute_vision)
+        """Activations and short-lived memory of the largest piece of images that a rank of a
+        multiplexed tower encodes."""
+        model, again = self._activations(1, False), option.recompute_vision
+        kept = model.tower(again) + model.layer_transient(vision=True)
+        if again != "none":
+            kept += model.vision_layer()
         share = option.microbatches * self.mean[PATCHES]
         share /= option.layout.pipeline * option.layout.tensor
         return kept.per_patch * min(share, ParallelSection.vision_piece)
