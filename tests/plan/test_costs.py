@@ -19,6 +19,7 @@ from vlmtrain.core.config import (
 )
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import flops
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import costs, hardware, memory
 from vlmtrain.plan.peak import PeakModel
@@ -84,6 +85,15 @@ def test_reduction_of_a_multiplexed_tower_and_of_experts() -> None:
     assert got == pytest.approx(seconds, rel=1e-6)
 
 
+def test_reduction_of_experts_whose_ranks_are_nodes_apart() -> None:
+    """Two ranks have the same, 16 ranks from each other: one port each."""
+    layout = make_layout(MIXTURE, world_size=32, expert=16)
+    experts = memory.stage_experts(MIXTURE, layout, 0).count
+    seconds = 6 * (fullest(MIXTURE, layout) * 31 / 32 / (8 * OUTSIDE) + experts / 2 / OUTSIDE)
+    got = model(MIXTURE).data_parallel_seconds(costs.Option(layout, 8))
+    assert got == pytest.approx(seconds, rel=1e-6)
+
+
 def test_what_goes_on_to_the_next_stage() -> None:
     """Hidden states of patches before the merger, of tokens behind it; with tied words both."""
     text, vision = 2 * 8000 * SEVEN.hidden_size, 2 * 24000 * SEVEN.vision.hidden_size
@@ -97,6 +107,10 @@ def test_what_goes_on_to_the_next_stage() -> None:
     parts = make_layout(SEVEN, world_size=8, tensor=2, pipeline=4, sequence=True, **layers)
     got = model().transfers(costs.Option(parts, 8))
     assert got == pytest.approx([size / 2 / INSIDE + LATENCY for size in (vision, text, text)])
+
+    apart = make_layout(SEVEN, world_size=16, tensor=2, pipeline=4, sequence=True, **layers)
+    got = model().transfers(costs.Option(apart, 8))
+    assert got == pytest.approx([size / 2 / OUTSIDE + LATENCY for size in (vision, text, text)])
 
     small = SPECS["qwen2_vl-2b"]
     assert small.tie_word_embeddings
@@ -129,6 +143,11 @@ def test_what_multiplexed_ranks_exchange() -> None:
     assert there == pytest.approx(seconds, rel=1e-3) and back == 0
     _, back = model(gpu=gpu, freeze=FreezeSection(vision=True)).multiplexed_seconds(option)
     assert back == pytest.approx(seconds, rel=1e-3)
+    # DeepStack's three sets beside the merger's
+    layout = make_layout(MIXTURE, world_size=8, pipeline=4, tensor=2, multiplexed=True)
+    rows = 2 * 16 * 6000 * 4 * MIXTURE.hidden_size * 7 / 8
+    got = model(MIXTURE, gpu=gpu).multiplexed_seconds(costs.Option(layout, 16))
+    assert got == pytest.approx([rows / 2 / INSIDE + 8 * LATENCY] * 2, rel=1e-3)
 
 
 def test_what_the_optimizer_moves() -> None:
@@ -139,6 +158,29 @@ def test_what_the_optimizer_moves() -> None:
     seconds = (4 * stage + 34 * stage / 4) / (GPU.memory_gbs * 1e9 * 0.5)
     got = model().optimizer_seconds(costs.Option(layout, 8))
     assert got == pytest.approx(seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("freeze", [FreezeSection(), FreezeSection(vision=True),
+                                    FreezeSection(language=True)])  # fmt: skip
+def test_what_is_updated_and_reduced_of_a_part(freeze: FreezeSection, offload: float) -> None:
+    """Of a stage a quarter on each of 4 ranks, of experts a half, of the tower a 16th. What is on
+    the host crosses PCIe twice in bf16, and 28 bytes go through the host's memory."""
+    sizes: dict[str, Any] = {"tensor": 2, "sequence": True, "expert": 4, "pipeline": 2}
+    layout = make_layout(MIXTURE, world_size=16, multiplexed=True, **sizes)
+    stages = [memory.stage_parameters(MIXTURE, layout, s, freeze) for s in range(2)]
+    stage = max(sum(one.sizes) for one in stages)
+    experts = max(sum(memory.stage_experts(MIXTURE, layout, s, freeze).sizes) for s in range(2))
+    tower = sum(memory.tower_parameters(MIXTURE, freeze).sizes)
+    learning = model(MIXTURE, freeze=freeze)
+    option = costs.Option(layout, 8, offload=offload)
+    shard, rate = stage / 4 + experts / 2 + tower / 16, GPU.memory_gbs * 1e9 * 0.5
+    device = 4 * (stage + experts + tower) + (4 + 30 * (1 - offload)) * shard
+    host = offload * shard * (4 / (GPU.pcie_gbs * 1e9) + 28 / (GPU.host_gbs * 1e9))
+    assert learning.optimizer_seconds(option) == pytest.approx(device / rate + host, rel=1e-6)
+    # the tower's 16 ranks lie on two nodes and use all ports
+    reduced = 6 * (stage * 3 / 4 / INSIDE + experts / 2 / INSIDE + tower * 15 / 16 / (8 * OUTSIDE))
+    assert learning.data_parallel_seconds(option) == pytest.approx(reduced, rel=1e-6)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -167,9 +209,197 @@ def test_rows_of_experts_are_exchanged() -> None:
     for direction in (costs.COMM_F, costs.COMM_B):
         assert difference[direction, TOKENS] == pytest.approx(2 * once)
     assert not difference[: costs.COMM_F].any()
+    full = model(MIXTURE).units(1, False, 8)["text"] - alone  # a node
+    assert full[costs.COMM_F, TOKENS] == pytest.approx(2 * (row / 6 * 7 / INSIDE + LATENCY / 8000))
     apart = model(MIXTURE).units(1, False, 16)["text"] - alone
     row = row / (3 / 4) * 15 / 16
     assert apart[costs.COMM_F, TOKENS] == pytest.approx(2 * (row / OUTSIDE + LATENCY / 8000))
+
+
+# --- compute: by the exact counts of FLOPs --------------------------------------------------------
+
+# A language FLOP takes 2.5 peak ones, a vision FLOP 4; nothing else takes time.
+ONLY_FLOPS = dataclasses.replace(
+    GPU,
+    nvlink_gbs=1e12,
+    network_gbs=1e12,
+    latency_us=1e-9,
+    overhead_us=1e-9,
+    efficiency=hardware.Efficiency(language=0.4, vision=0.25),
+)
+TOWER = ("patch_embed", "vision", "merger")
+LEARNING = [
+    (FreezeSection(), LoraSection()),
+    (FreezeSection(vision=True), LoraSection()),
+    (FreezeSection(vision=True, merger=True), LoraSection()),
+    (FreezeSection(language=True), LoraSection()),
+    (FreezeSection(), LoraSection(rank=256)),
+    (FreezeSection(), LoraSection(rank=256, vision=True)),
+]
+
+
+def part_seconds(
+    spec: ModelSpec, freeze: FreezeSection, lora: LoraSection
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Forward and backward, of a pack; the loss makes its gradients in the forward pass."""
+    work = flops.Work(*(int(x) for x in PACKS.mean))
+    exact = flops.count(spec, work, freeze, lora)
+    ahead, back = dict(exact.forward), dict(exact.backward)
+    ahead["head"] += back["head"]
+    back["head"] = 0
+    speed = {name: GPU.peak * (0.25 if name in TOWER else 0.4) for name in ahead}
+    return (
+        {name: count / speed[name] for name, count in ahead.items()},
+        {name: count / speed[name] for name, count in back.items()},
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("freeze", "lora"), LEARNING)
+def test_seconds_are_exact_flops_over_speed(
+    name: str, freeze: FreezeSection, lora: LoraSection
+) -> None:
+    """On each of the stages that hold a part, shared out by tensor-parallel ranks."""
+    spec = SPECS[name]
+    priced = model(spec, ONLY_FLOPS, freeze=freeze, lora=lora)
+    layers: Any = {"vision_layers": [spec.vision.depth, 0], "text_layers": [0, spec.num_layers]}
+    layout = make_layout(spec, world_size=4, tensor=2, pipeline=2, sequence=True, **layers)
+    ahead, back = part_seconds(spec, freeze, lora)
+    found = priced.stage_costs(costs.Option(layout, 8)) @ PACKS.mean
+    # the search takes the input of the lowest adapted layer to need a gradient, and all tokens
+    # through the last one's adapters
+    rel = 3e-2 if lora.rank else 1e-6
+    for stage, parts in enumerate((TOWER, ("language", "head"))):
+        for row, seconds in ((costs.COMPUTE_F, ahead), (costs.COMPUTE_B, back)):
+            total = sum(seconds[part] for part in parts) / 2
+            assert found[stage, row] == pytest.approx(total, rel=rel, abs=1e-9)
+
+    # computed again: MLPs, or whole layers
+    work = flops.Work(*(int(x) for x in PACKS.mean))
+    mlps = flops.count(spec, work, freeze, lora).mlp_forward
+    tower, text = mlps["vision"] / GPU.peak / 0.25, mlps["language"] / GPU.peak / 0.4
+    for again, more in (
+        ("selective", (tower, text)),
+        ("full", (ahead["vision"], ahead["language"])),
+    ):
+        option = costs.Option(layout, 8, again, again)
+        extra = priced.stage_costs(option) @ PACKS.mean - found
+        assert not extra[:, costs.COMPUTE_F].any()
+        if not lora.rank:
+            assert extra[1, costs.COMPUTE_B] == pytest.approx(more[1] / 2)
+        if not lora.rank and not spec.vision.deepstack_layers:
+            assert extra[0, costs.COMPUTE_B] == pytest.approx(more[0] / 2)
+
+    # multiplexed: a tower as a whole on every rank, which encodes twice where it learns
+    layout = make_layout(spec, world_size=4, tensor=2, pipeline=2, multiplexed=True)
+    option = costs.Option(layout, 8)
+    first, second = priced.multiplexed_seconds(option)
+    share = 1.02 * 8 / 4
+    forward, backward = (sum(seconds[part] for part in TOWER) for seconds in (ahead, back))
+    assert first == pytest.approx(share * forward, rel=1e-6)
+    learns = backward > 0
+    assert second == pytest.approx(share * (forward + backward) * learns, rel=rel, abs=1e-9)
+    stages = (priced.stage_costs(option) @ PACKS.mean)[:, : costs.COMM_F]
+    rest = sum(seconds[part] for seconds in (ahead, back) for part in ("language", "head"))
+    assert stages.sum() == pytest.approx(rest / 2, rel=rel, abs=1e-9)
+
+    # a stage with the head alone, and the patch embedding, which every rank computes whole
+    one = make_layout(spec, world_size=2, tensor=2)
+    whole = priced.stage_costs(costs.Option(one, 8)) @ PACKS.mean
+    embedding = ahead["patch_embed"] + back["patch_embed"]
+    total = (sum(ahead.values()) + sum(back.values()) + embedding) / 2
+    assert whole[0, : costs.COMM_F].sum() == pytest.approx(total, rel=rel)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_seconds_of_a_tower_on_two_stages(name: str) -> None:
+    """Layers differ where some see windows; DeepStack's mergers stand behind theirs, the last
+    merger on the second stage."""
+    spec = SPECS[name]
+    depth = spec.vision.depth
+    layers: Any = {"vision_layers": [10, depth - 10, 0], "text_layers": [0, 0, spec.num_layers]}
+    layout = make_layout(spec, world_size=3, pipeline=3, **layers)
+    found = model(spec, ONLY_FLOPS).stage_costs(costs.Option(layout, 8)) @ PACKS.mean
+    work = flops.Work(*(int(x) for x in PACKS.mean))
+    merger = flops.merger_price(spec).total @ work
+    for stage, places in enumerate((range(10), range(10, depth))):
+        count = sum(flops.vision_layer_price(spec, i).total @ work for i in places)
+        count += merger * sum(i in places for i in spec.vision.deepstack_layers)
+        count += merger * stage
+        pixels = (1 - stage) * (flops.patch_embed_price(spec).total @ work)
+        speed = GPU.peak * 0.25
+        assert found[stage, costs.COMPUTE_F] == pytest.approx((count + pixels) / speed)
+        assert found[stage, costs.COMPUTE_B] == pytest.approx((2 * count + pixels) / speed)
+
+
+def test_adapters_of_the_tower_alone() -> None:
+    """Their gradients pass the language model and the merger, whose weights stay."""
+    lora = LoraSection(rank=8, vision=True, targets=("qkv",))
+    seven = model(lora=lora)
+    assert seven.backward_factors()["language"] == (1, 2)
+    units = seven.units(1, False)
+    assert not seven.learning.language and any(seven.learning.vision_adapters)
+    for part in ("merger", "vision_mlp", "text"):
+        forward, backward = units[part][costs.COMPUTE_F], units[part][costs.COMPUTE_B]
+        pairs = forward * (np.arange(6) == 1)
+        expected = 0 * forward if part == "vision_mlp" else forward + pairs
+        assert backward == pytest.approx(expected)
+    assert not units["patch_embed"][costs.COMPUTE_B].any()
+
+
+def test_stages_exchange_rows_of_experts() -> None:
+    """Of each language layer; recomputed ones once more."""
+    layers: Any = {"text_layers": [20, MIXTURE.num_layers - 20]}
+    alone, shared = (
+        make_layout(MIXTURE, world_size=8, pipeline=2, expert=e, **layers) for e in (1, 4)
+    )
+    once = 2 * MIXTURE.hidden_size * MIXTURE.num_experts_per_tok * 3 / 4 / INSIDE + LATENCY / 8000
+    for again, passes in (("none", 1), ("selective", 2), ("full", 2)):
+        one, other = (
+            model(MIXTURE).stage_costs(costs.Option(layout, 8, "none", again))
+            for layout in (alone, shared)
+        )
+        more = (other - one)[..., TOKENS]
+        for stage, count in enumerate(layers["text_layers"]):
+            assert more[stage, costs.COMM_F] == pytest.approx(2 * once * count)
+            assert more[stage, costs.COMM_B] == pytest.approx(2 * once * count * passes)
+
+
+def test_the_host_takes_its_time() -> None:
+    """300 us before either pass of a stage, whatever it computes."""
+    slow = dataclasses.replace(ONLY_FLOPS, overhead_us=300.0)
+    layout = make_layout(SEVEN, world_size=2, pipeline=2)
+    option = costs.Option(layout, 8)
+    rows = [model(gpu=gpu).stage_costs(option) @ PACKS.mean for gpu in (slow, ONLY_FLOPS)]
+    both = np.array([[3e-4, 3e-4, 0, 0]] * 2)
+    assert rows[0] - rows[1] == pytest.approx(both, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_collectives_of_the_other_parts(sequence: bool) -> None:
+    """Rows of a vision layer as of a language layer; of a mixture without its MLPs' two; the
+    merger's rows in, and its sets out to all ranks; the loss's gradients in float32."""
+    units, mixture = model().units(2, sequence), model(MIXTURE).units(2, sequence)
+    vision, rows = SEVEN.vision, costs.COMM_F
+    once = 2 * vision.hidden_size / 2 / INSIDE
+    layer = np.diff(units["vision"], axis=0)[:, rows:, PATCHES]
+    assert layer == pytest.approx(np.array([[4 * once, (6 if sequence else 4) * once]] * 32))
+    assert units["vision_mlp"][rows:, PATCHES] == pytest.approx([2 * once, 0])
+    out = 2 * 2 * SEVEN.hidden_size / 4 / 2 / INSIDE
+    assert units["merger"][rows:, PATCHES] == pytest.approx([once + out] * 2)
+    text = 2 * SEVEN.hidden_size / 2 / INSIDE
+    head = [3 * text if sequence else 4 * text, 0]
+    assert units["head"][rows:, TARGETS] == pytest.approx(head)
+    assert units["text_mlp"][rows:, TOKENS] == pytest.approx([2 * (text + LATENCY / 8000), 0])
+    small = 2 * MIXTURE.hidden_size / 2 / INSIDE + LATENCY / 8000
+    counts = (2, 3) if sequence else (3, 3)
+    assert mixture["text"][rows:, TOKENS] == pytest.approx([n * small for n in counts])
+    assert mixture["text_mlp"][rows:, TOKENS] == pytest.approx([0 if sequence else small, 0])
+    shared = model(MIXTURE).units(2, True, 4)["text_mlp"] if sequence else None
+    if shared is not None:  # recomputed experts get their rows again
+        row = 2 * MIXTURE.hidden_size * MIXTURE.num_experts_per_tok * 3 / 4 / 2
+        again = shared[costs.COMM_F, TOKENS]
+        assert again == pytest.approx(2 * (row / INSIDE + LATENCY / 8000))
 
 
 # --- bytes: what the search says of packs that are all the same, and the walk over their step ---
