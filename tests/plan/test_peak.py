@@ -14,7 +14,7 @@ from tests.parity.reference import make_model
 from vlmtrain.core.config import RecomputeSection, TrainConfig, TrainSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import Layout
-from vlmtrain.data.packing.sampler import PlannedStep, Position
+from vlmtrain.data.packing.sampler import PlannedStep, Position, Sampler
 from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.step_inputs import StepInputs
@@ -257,6 +257,64 @@ def test_what_a_rehearsal_has_measured_corrects_the_plan() -> None:
     changed, _ = fit(*same, factor)
     assert changed.recompute.vision != "none"
     assert fullest(changed, SPEC, layout, of, True, factor).bytes <= room
+
+
+@pytest.mark.parametrize(
+    ("most", "seed", "where"), [(3, 3, (0, 0)), (3, 4, (0, 1)), (0, 3, (1, 1))]
+)
+def test_the_fullest_step_and_its_samples(most: int, seed: int, where: tuple[int, int]) -> None:
+    """By all steps, replicas and ranks; samples have up to three media, or none."""
+    rng, samples = np.random.default_rng(1), 300
+    media = rng.integers(0, most + 1, samples)
+    sides = 2 * rng.integers(2, 16, (int(media.sum()), 2))
+    grids = np.concatenate([np.ones((len(sides), 1), dtype=np.int64), sides], axis=1)
+    index = replace(
+        make_index(samples),
+        media_start=np.concatenate(([0], media.cumsum())),
+        grids=grids,
+        target_tokens=rng.integers(1, 20, samples),
+    )
+    layout = make_layout(SPEC, world_size=4, pipeline=2)
+    shape = {"pack_length": index.pack_length, "global_batch": 8, "ranks": 2}
+    sampler = Sampler(index, SPEC, "balanced", seed=seed, **shape)
+    steps = list(sampler.steps(Position(), 4))
+    of = Loads.of(steps, index)
+    section = replace(SECTION, global_batch_packs=8)
+    config = replace(CONFIG, train=section)
+    found = []
+    for i, step in enumerate(steps):
+        for replica, share in enumerate(step.dealt):
+            own = [[index.pack_grids(pack).prod(1) for pack in share]]
+            patches = np.array([[each.sum() for each in own[0]]], dtype=float)
+            largest = np.array([np.concatenate(own[0]).max(initial=0)], dtype=float)
+            tokens = np.array([[index.lengths[pack].sum() for pack in share]], dtype=float)
+            assert of.tokens[i, replica].tolist() == tokens[0].tolist()
+            assert of.patches[i, replica].tolist() == patches[0].tolist()
+            assert of.largest[i, replica] == largest[0]
+            targets = [index.target_tokens[pack].sum() for pack in share]
+            assert of.targets[i, replica].tolist() == targets
+            for stage in range(2):
+                model = PeakModel(config, SPEC, layout, stage, cuda=True, factor=1.5)
+                window = model.window(tokens[0], patches[0])
+                ids = [index.ids[n] for number in window for n in share[number]]
+                peak = float(model.peaks(tokens, patches, largest)[0])
+                found.append((peak, stage, 1 + i, (i, replica), ids))
+    best = max(found, key=lambda one: one[0])
+    actual = fullest(config, SPEC, layout, of, True, 1.5)
+    assert (actual.bytes, actual.stage, actual.step, actual.place) == best[:4]
+    assert actual.ids(sampler, of) == best[4]
+    assert (actual.stage, actual.place[1]) == where
+
+
+def test_each_ranks_heaviest_medium_and_share_are_rehearsed() -> None:
+    """The step with the largest medium, and those in which a rank encodes most."""
+    of = loads(30, 2, 8)
+    rng = np.random.default_rng(2)
+    of = replace(of, largest=rng.random((30, 2)), encoded=rng.random((30, 2, 3)))
+    for replica, places in enumerate(heaviest(of, [])):
+        assert of.encoded is not None
+        for size in (of.largest[:, replica], *of.encoded[:, replica].T):
+            assert Position(int(size.argmax())) in places
 
 
 def test_what_each_rank_encodes() -> None:

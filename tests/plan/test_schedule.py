@@ -88,6 +88,50 @@ def test_uniform_interleaved_closed_form(pipeline: int, virtual: int, microbatch
     shape = (pipeline * virtual, microbatches)
     timeline = schedule.simulate(np.full(shape, 1.0), np.full(shape, 2.0), pipeline)
     assert timeline.seconds == (microbatches * virtual + pipeline - 1) * 3.0
+    quick = schedule.estimate(np.full(pipeline * virtual, 3.0), pipeline, microbatches)
+    assert quick == timeline.seconds
+
+
+def test_the_estimate_of_uneven_chunks(seed: int) -> None:
+    """The busiest rank's work and the ramp: within 12%."""
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        times = rng.uniform(0.5, 1.5, 8)
+        forward = np.tile(times[:, None] / 3, 16)
+        real = schedule.simulate(forward, 2 * forward, 4).seconds
+        assert schedule.estimate(times, 4, 16) == pytest.approx(real, rel=0.12)
+
+
+def test_the_estimate_of_fewer_microbatches_than_ranks() -> None:
+    """The first of four stages is the slowest and never waits: no less than its own work."""
+    times = np.array([30.0, 1.0, 1.0, 1.0])
+    forward = np.tile(times[:, None] / 3, 2)
+    real = schedule.simulate(forward, 2 * forward, 4).seconds
+    assert 2 * 30 <= schedule.estimate(times, 4, 2) <= real
+
+
+def test_vision_before_and_behind_the_pipeline() -> None:
+    """All ranks are busy with it; nothing else runs then."""
+    shape = (3, 4)
+    timeline = schedule.simulate(
+        np.full(shape, 1.0),
+        np.full(shape, 2.0),
+        3,
+        vision_forward=5.0,
+        vision_backward=7.0,
+        events=True,
+    )
+    pipeline = (4 + 3 - 1) * 3.0
+    assert timeline.seconds == 5 + pipeline + 7
+    assert timeline.busy == (5 + 4 * 3.0 + 7,) * 3
+    assert timeline.bubble == pytest.approx(1 - 24 / 30)
+    vision = [e for e in timeline.events if e.kind >= schedule.VISION_FORWARD]
+    others = [e for e in timeline.events if e.kind < schedule.VISION_FORWARD]
+    assert len(vision) == 6 and len(others) == 24
+    for event in vision:
+        first = event.kind == schedule.VISION_FORWARD
+        assert (event.start, event.end) == ((0, 5) if first else (5 + pipeline, 30))
+    assert min(e.start for e in others) == 5 and max(e.end for e in others) == 5 + pipeline
 
 
 def test_closed_form_of_random_stages(seed: int) -> None:
